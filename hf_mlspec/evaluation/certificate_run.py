@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ..integration.compare import Comparison, Item, OnItem, compare
 from ..integration.config import SpeculationConfig
-from ..integration.levels.resolve import as_words, resolve
+from ..integration.levels.resolve import resolve
+from ..integration.levels.words import as_words
 from ..speculation.shelf import levels_kept
 from .certificate import Certificate
 from .certificate_identity import kernels

@@ -23,8 +23,9 @@ from ..engines.engine import Engine
 from ..integration.adaptive import let_choose
 from ..integration.config import SpeculationConfig
 from ..integration.costs.identity import processor_name
-from ..integration.levels.resolve import Level, parse_level
+from ..integration.levels.resolve import Level
 from ..integration.levels.wiring import Chain, Wiring
+from ..integration.levels.words import parse_level
 from ..integration.processing import Prompts
 from ..nn.switch import precision_switch
 from ..routing.engine import WHY_BY_MODULE, RoutedEngine

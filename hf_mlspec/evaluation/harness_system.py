@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .. import precision_switch
 from ..formats import FORMATS
 from ..integration.levels.load import DTYPES, read_model, read_tokenizer, require_folder
-from ..integration.levels.resolve import parse_level
+from ..integration.levels.words import parse_level
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters, kernels
 from .harness_arguments import Arguments
 

@@ -116,6 +116,9 @@ class SpeculationConfig:
             options()["rule"].require(self.cast_rule)
         if self.profile is not None and not isinstance(self.profile, (str, os.PathLike)):
             raise TypeError(f"profile is {self.profile!r}, it must be the path of a file that `mlspec tune` wrote")
+        if self.profile is not None and not os.path.isfile(self.profile):
+            path = os.fspath(self.profile)
+            raise ValueError(f"profile {path!r} is no file: write it with `mlspec tune MODEL --output FILE`")
         if self.router is not None and not isinstance(self.router, (str, os.PathLike, Router)):
             raise TypeError(f"router is {self.router!r}, it must be the path of a file of `mlspec route train`")
         bits = self.cast_activation_bits

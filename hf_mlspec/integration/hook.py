@@ -31,7 +31,7 @@ from ..nn.state import is_prepared, say_once
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
-from .request import check_streamer, check_target, option, router_of, unserved
+from .request import OTHER_DECODING, check_decoding, check_streamer, check_target, option, router_of, unserved
 
 _hooks: dict[str, Callable] = {}  # method of GenerationMixin -> what stands there, while enabled
 
@@ -112,6 +112,9 @@ def _hooked_generate(stock):
         if implied:
             assistant_models = []
         _require_no_word(kwargs.get("assistant_model"))
+        if assistant_models is None and not bypassed and any(value is not None for value in given.values()):
+            name = next(name for name, value in given.items() if value is not None)
+            raise ValueError(f"{name} was given without assistant_models: pass the levels, assistant_models=[...]")
         if assistant_models is None or bypassed:
             return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         positional = dict(zip(names, args, strict=False))
@@ -257,6 +260,7 @@ def _check_call(model, kwargs: dict) -> None:
                 "and its tokenizer into assistant_tokenizers"
             )
     check_target(model, option(model, kwargs, "num_beams"))
+    check_decoding({name: option(model, kwargs, name) for name in OTHER_DECODING})
 
 
 def _require_no_word(assistant_model) -> None:
@@ -278,8 +282,10 @@ def _check_streamer(model, kwargs: dict) -> None:
 def _expand(model, kwargs: dict) -> dict:
     """num_return_sequences: repeat the rows here, since stock preparation refuses it beside an assistant."""
     copies = option(model, kwargs, "num_return_sequences")
-    if not copies or copies == 1:
+    if copies is None or copies == 1:
         return kwargs
+    if copies < 1:
+        raise ValueError(f"num_return_sequences={copies}: it must be at least 1")
     if not option(model, kwargs, "do_sample"):
         raise ValueError(
             f"num_return_sequences={copies} without sampling would give {copies} equal rows: pass do_sample=True, or "

@@ -25,6 +25,8 @@ _OURS = {
 _STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 
+# Settings that ask for another way of decoding.
+OTHER_DECODING = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
 # Arguments of a plain generate call that our loop serves as stock generate would; a prepared model takes it then.
 _SERVED = {
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer",
@@ -34,8 +36,7 @@ _SERVED = {
     "output_scores", "output_logits", "use_cache", "num_beams", "suppress_tokens", "sequence_bias", "past_key_values",
 }  # fmt: skip
 _UNSERVED_SETTINGS = (
-    *_STOCK_DRAFTS, "cache_implementation", "constraints", "force_words_ids", "penalty_alpha", "output_attentions",
-    "output_hidden_states", "dola_layers",
+    *_STOCK_DRAFTS, *OTHER_DECODING, "cache_implementation", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 
 
@@ -83,6 +84,16 @@ def check_target(model, num_beams: int | None) -> None:
         )
 
 
+def check_decoding(settings: dict) -> None:
+    """Raise ValueError for a way of decoding that levels cannot draft for. settings: those of `OTHER_DECODING`."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} with assistant_models: it is a way of decoding of its own, which levels cannot draft for; "
+                "leave one of the two out"
+            )
+
+
 def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kwargs: dict) -> None:
     """Raise ValueError for an option or an input that cannot go with assistant_models; the target is checked.
 
@@ -98,14 +109,15 @@ def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kw
                 f"{asked}=True is not available with assistant_models: the checked positions of a round are "
                 "not those of single steps; leave one of the two out"
             )
-    if getattr(settings, "dola_layers", None) is not None:
-        raise ValueError("dola_layers and assistant_models were both given: DoLa is a way of decoding of its own")
+    check_decoding({name: getattr(settings, name, None) for name in OTHER_DECODING})
     for draft in _STOCK_DRAFTS:
         if getattr(settings, draft, None) is not None:
             raise ValueError(
                 f"{draft} and assistant_models were both given: leave {draft} out, levels like 'prompt_lookup' and "
                 "'early_exit:4' do the same"
             )
+    if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
+        raise TypeError(f"input_ids are {input_ids.dtype}: pass token ids as integers")
     if input_ids is not None:
         _check_mask(input_ids, settings, model_kwargs)
     _check_cache(settings, model_kwargs)

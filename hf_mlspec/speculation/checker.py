@@ -142,10 +142,15 @@ def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:
     return runner.can.greedy_rounds and sampler.is_greedy and runner.vocab_size <= sampler.vocab_size
 
 
+def _other_dtypes(dtype: torch.dtype) -> str:
+    """Those with more range or more bits than a dtype whose arithmetic may have overflowed."""
+    return {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}.get(dtype, "float64")
+
+
 def nan_error(name: str, dtype: torch.dtype, processed: bool = False) -> FloatingPointError:
     """What NaN logits of a level mean; processed: of a row that is sampled, as processors left it."""
     masked = ", or a logits processor left no token" if processed else ""
     return FloatingPointError(
         f"the logits of {name} are NaN: its weights hold NaN or Inf, or its arithmetic overflows in {dtype}{masked}; "
-        "check the checkpoint, or load it in bfloat16 or float32"
+        f"check the checkpoint, or load it in {_other_dtypes(dtype)}"
     )

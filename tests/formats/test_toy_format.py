@@ -19,7 +19,7 @@ from hf_mlspec.cli import main
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu import weights as cpu_weights
 from hf_mlspec.formats import FORMATS
-from hf_mlspec.integration.levels.resolve import parse_level
+from hf_mlspec.integration.levels.words import parse_level
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.packed_formats import PACKINGS
 from hf_mlspec.ops.compiled_decoder import F32, Weight, has_compiled_decoder

@@ -45,7 +45,11 @@ CALLS = {
     "no cache": ({"use_cache": False}, r"use_cache=False.*leave use_cache out"),
     "stock's lookup": ({"prompt_lookup_num_tokens": 3}, r"prompt_lookup_num_tokens and assistant_models were both"),
     "equal rows": ({"num_return_sequences": 2, "do_sample": False}, r"num_return_sequences=2 without.*do_sample=True"),
-    "DoLa": ({"generation_config": GenerationConfig(dola_layers="low")}, r"dola_layers and assistant_models were"),
+    "DoLa": ({"generation_config": GenerationConfig(dola_layers="low")}, r"dola_layers with assistant_models.*way of"),
+    "DoLa by keyword": ({"dola_layers": "low"}, r"dola_layers with assistant_models"),
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha with assistant_models.*leave one"),
+    "no rows": ({"num_return_sequences": 0}, r"num_return_sequences=0: it must be at least 1"),
+    "fewer than no rows": ({"num_return_sequences": -2}, r"num_return_sequences=-2: it must be at least 1"),
     "stock's early exit": ({"assistant_early_exit": 1}, r"assistant_early_exit and assistant_models were both"),
     "positions": ({"position_ids": torch.arange(6)[None] + 7}, r"position_ids other than.*leave position_ids out"),
     "too many new tokens": ({"max_new_tokens": 600}, r"6 prompt .*600 new ones.*512.*max_new_tokens=506 or less"),
@@ -187,3 +191,12 @@ def test_rotary_embeddings_that_would_change_within_a_row():
     target = tiny("phi3", rope_parameters=scaling, original_max_position_embeddings=40)
     refused(ValueError, r"'longrope' changes .* past 40 tokens.*within 40", inputs=prompts([38]), target=target,
             assistant_models=["early_exit:1"])  # fmt: skip
+
+
+def test_tokens_that_are_no_integers():
+    inputs = {"input_ids": INPUTS["input_ids"].float()}
+    refused(TypeError, r"input_ids are torch.float32: pass token ids as integers", inputs, assistant_models=[NEAR])
+
+
+def test_a_config_without_levels():
+    refused(ValueError, r"speculation_config was given without assistant_models", speculation_config={})

@@ -69,6 +69,8 @@ LEVELS = {
     "a module": ([nn.Linear(2, 2)], TypeError, r"level 0 .*Linear, not a transformers model"),
     "the empty word": ([""], ValueError, r"level '' is neither an existing folder nor a known word"),
     "an unknown word": (["mxfp8"], ValueError, r"level 'mxfp8' .* words are mxfp4, .*early_exit:N"),
+    "a word in capitals": (["MXFP4"], ValueError, r"did you mean 'mxfp4';"),
+    "levels in one text": (["mxfp4+ngram"], ValueError, r"several entries of the list, as in \['mxfp4', 'ngram'\]"),
     "a missing folder": (["./nowhere"], ValueError, r"level './nowhere' is neither an existing folder"),
     "a missing folder to cast": (["./nowhere@mxfp4"], ValueError, r"'./nowhere@mxfp4' is neither"),
     "no number of layers": (["early_exit:"], ValueError, r"takes a number of layers, as in 'early_exit:4'"),

@@ -88,7 +88,7 @@ def test_a_model_that_the_profile_lacks_is_measured(cache, tmp_path, model, prob
     assert len(probed) == 1
 
 
-def _broken(content: dict, how: str) -> str | None:
+def _broken(content: dict, how: str) -> str:
     """The text of a profile that does not hold here."""
     models = {key: {**costs, "seconds": [-1.0] * len(costs["seconds"])} for key, costs in content["models"].items()}
     changed = {
@@ -100,23 +100,21 @@ def _broken(content: dict, how: str) -> str | None:
     }.get(how)
     if changed is not None:
         return json.dumps(content | changed)
-    return {"half": json.dumps(content)[: len(json.dumps(content)) // 2], "list": "[]", "empty": "", "gone": None}[how]
+    return {"half": json.dumps(content)[: len(json.dumps(content)) // 2], "list": "[]", "empty": ""}[how]
 
 
 BROKEN = [("machine", "was measured elsewhere: device 'abacus'"), ("threads", "threads '999', here"),
           ("package", "hf_mlspec '0.0.1', here"), ("version", "is no profile of `mlspec tune`"),
           ("no machine", "it does not say where"), ("no models", "names no models"),
           ("seconds", "is damaged: seconds are"), ("no costs", "is damaged: these are no costs"),
-          ("half", "cannot be read"), ("list", "is no profile"), ("empty", "cannot be read"),
-          ("gone", "No such file or directory")]
+          ("half", "cannot be read"), ("list", "is no profile"), ("empty", "cannot be read")]
 
 
 @pytest.mark.parametrize(("how", "message"), BROKEN, ids=[how for how, _ in BROKEN])
 def test_a_profile_that_does_not_hold_is_ignored_with_one_warning(cache, tmp_path, model, probed, caplog, how,
                                                                    message):
     expected = call(copy.deepcopy(model), num_draft_tokens=2)
-    text = _broken(profile_of(model, tmp_path / "p.json"), how)
-    (tmp_path / "p.json").unlink() if text is None else (tmp_path / "p.json").write_text(text)
+    (tmp_path / "p.json").write_text(_broken(profile_of(model, tmp_path / "p.json"), how))
     for _ in range(2):
         assert call(model, profile=tmp_path / "p.json") == expected
     said = [line for line in caplog.messages if "profile is ignored" in line]
@@ -246,6 +244,12 @@ def test_two_processes_leave_one_valid_file(tmp_path):
     assert [one.exitcode for one in both] == [0, 0]
     assert len(read(path, MACHINE)) in (1, 100)
     assert [found.name for found in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_profile_that_is_not_there_is_an_error(tmp_path):
+    for path in (tmp_path / "p.json", tmp_path):
+        with pytest.raises(ValueError, match=r"is no file: write it with `mlspec tune"):
+            SpeculationConfig(profile=path)
 
 
 def test_a_file_that_is_a_folder_is_no_profile(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
+import time
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +20,9 @@ from hf_mlspec import NGram, PromptLookup, SpeculationConfig
 from hf_mlspec.formats import FORMATS, CastWord
 from hf_mlspec.integration.config import NUM_DRAFT_TOKENS
 from hf_mlspec.integration.levels import resolve as levels_module
-from hf_mlspec.integration.levels.resolve import Word, _cast_options, as_words, parse_level
+from hf_mlspec.integration.levels.load import load_level
+from hf_mlspec.integration.levels.resolve import _cast_options, resolve
+from hf_mlspec.integration.levels.words import Word, as_words, parse_level
 from hf_mlspec.nn.state import ModelState, say_once, state_of
 from hf_mlspec.precision import Precision
 
@@ -43,7 +47,7 @@ def built(monkeypatch):
             return _make(*args, **kwargs)
 
         monkeypatch.setattr(levels_module, name, counted)
-    monkeypatch.setitem(levels_module._VIEWS, "early_exit", ("layers", levels_module.early_exit))
+    monkeypatch.setitem(levels_module._VIEWS, "early_exit", levels_module.early_exit)
     return calls
 
 
@@ -356,3 +360,37 @@ def test_clear_frees_all_that_is_kept_and_a_prepared_target_stays_prepared(prepa
     assert left == ({"prepared", "decoders"} if prepared else set())
     assert hf_mlspec.last_stats(target) is None
     assert torch.equal(write(target, "mxfp4", "ngram")[0], expected)
+
+
+def test_threads_that_begin_together_load_a_level_once(tmp_path, monkeypatch):
+    tiny(seed=3).save_pretrained(tmp_path)
+    target, loads, start = tiny(seed=2), [], threading.Barrier(3)
+
+    def slow(target, path, cast):
+        loads.append(path)
+        time.sleep(0.2)
+        return load_level(target, path, cast)
+
+    monkeypatch.setattr(levels_module, "load_level", slow)
+    found = []
+
+    def call():
+        start.wait()
+        found.append(resolve(target, [str(tmp_path)], None, SpeculationConfig())[0].model)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loads) == 1
+    assert len(found) == 3
+    assert all(model is found[0] and model.device.type == "cpu" for model in found)
+
+
+def test_a_file_of_a_level_that_is_cut_short_is_named(tmp_path):
+    tiny(seed=3).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors \([\d,]+ bytes\) is damaged or not whole.*download it"):
+        resolve(tiny(seed=2), [str(tmp_path)], None, SpeculationConfig())

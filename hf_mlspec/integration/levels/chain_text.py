@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from .resolve import as_words
+from .words import as_words
 
 _SEPARATORS = re.compile("[+,]")
 _BEHIND = re.compile(r"(@\w+)?(=\d+(:[\d.]*)?)?$")  # a cast, and what programs write of a level: FOLDER@int3=12:0.2

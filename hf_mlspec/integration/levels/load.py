@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -71,7 +71,10 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
                 path, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True, **options
             )
     except LOAD_ERRORS as error:
-        raise ValueError(f"{path!r} cannot be loaded as a causal language model: {first_line(error)}") from error
+        said = _damaged(path) if isinstance(error, SafetensorError) else None
+        raise ValueError(
+            f"{path!r} cannot be loaded as a causal language model: {said or first_line(error)}"
+        ) from error
     if found["mismatched_keys"]:
         name, stored, expected = min(found["mismatched_keys"])
         raise ValueError(
@@ -79,6 +82,18 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
             f"by the config ({len(found['mismatched_keys'])} weights differ); restore the config.json they came with"
         )
     return model
+
+
+def _damaged(folder: str) -> str | None:
+    """Which of a folder's files is no whole safetensors file; None where all are."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            size = f"{file.stat().st_size:,} bytes"
+            return f"{file.name} ({size}) is damaged or not whole ({first_line(error)}); copy or download it again"
+    return None
 
 
 def read_tokenizer(path: str, **options: Any) -> transformers.PreTrainedTokenizerBase:

@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
-from ...formats import FORMATS, casts
+from ...formats import casts
 from ...nn.castable import is_nested
 from ...nn.fewer_experts import fewer_experts
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit, is_view
 from ...nn.state import ModelState, state_of
-from ...precision import Bits, Precision, Spelled, spelled
+from ...precision import Bits, Precision
 from ...routing.router import Router
 from ...speculation.draft import Drafter
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
-from ..quantizer.source_config import is_gguf
 from ..request import check_device, check_model, vocab_size
 from ..streamed import drop_fetches
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
+from .words import Word, as_words, parse_level
 
 Built = TypeVar("Built")
-# Views of the target by the word in front of their number: what that counts, and how they are made.
-_VIEWS = {"early_exit": ("layers", early_exit), "experts": ("experts a token", fewer_experts)}
-_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
-
-
-@dataclass(frozen=True)
-class Word:
-    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram" or one of `_VIEWS`.
-
-    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
-    it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
-    """
-
-    kind: str
-    path: str | None = None
-    cast: str | None = None
-    number: int = 0
-    precision: Precision | None = None
+# One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
+# sets for all threads.
+_BUILDING = threading.RLock()
+# One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
+# sets for all threads.
+_BUILDING = threading.RLock()
+_VIEWS = {"early_exit": early_exit, "experts": fewer_experts}  # how those of words.py are made of the target
 
 
 @dataclass
@@ -71,72 +59,6 @@ class Level:
     tokenizer: object | None = None
     bits: Bits | None = None
     router: Router | None = None
-
-
-def parse_level(text: str) -> Word:
-    """Read a level word.
-
-    Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
-    """
-    if text in ("prompt_lookup", "ngram", "routed"):
-        return Word(text)
-    if _is_cast(text):
-        return Word("cast", cast=text)
-    if text == "qspec":
-        return Word("precision")
-    found = None if "/" in text else spelled(text)  # no word has a slash
-    if found is not None and found.family.levels and _says_enough(found):
-        return Word("precision", precision=Precision.parse(text))
-    for kind, (what, _) in _VIEWS.items():
-        if text.startswith(f"{kind}:"):
-            if not (number := text.removeprefix(f"{kind}:")).isdecimal():
-                raise ValueError(f"level {text!r}: {kind} takes a number of {what}, as in '{kind}:4'")
-            return Word(kind, number=int(number))
-    path, at, suffix = text.rpartition("@")
-    cast = suffix if at and _is_cast(suffix) else None
-    path = path if cast else text
-    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
-        return Word("load", path=path, cast=cast)
-    words = _words()
-    alike = [] if text in FORMATS else difflib.get_close_matches(text, words, n=1)
-    meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
-    raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
-
-
-def _is_cast(text: str) -> bool:
-    return any(cast.word == text for record in FORMATS.values() for cast in record.casts)
-
-
-def _says_enough(found: Spelled) -> bool:
-    """Whether a word names a level: "w4" alone is a model's weights."""
-    return found.activation_bits is not None or not found.family.tells_activations
-
-
-def _words() -> list[str]:
-    """Every word for a level, for messages."""
-    parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
-    return [*casts(), *(word for record in parts_first for word in record.level_examples), *_OTHER_WORDS]
-
-
-def as_words(levels: Iterable[Any]) -> list[Any]:
-    """The levels, path objects among them as the words that name their folders, everything else as it is.
-
-    A path object is a folder whatever it is called: one named "mxfp4" is no cast. ValueError where there is none; a
-    word or a hub name is a string.
-    """
-    return [_folder_word(level) if isinstance(level, os.PathLike) else level for level in levels]
-
-
-def _folder_word(path: os.PathLike) -> str:
-    text = os.fsdecode(path)
-    if not Path(text).is_dir():
-        raise ValueError(
-            f"level {path!r} is not an existing folder; pass a word or a hub name as a string, as in "
-            "'mxfp4' or 'PATH@mxfp4'"
-        )
-    text = text if "/" in text else f"./{text}"  # no word has a slash, and none of "PATH@mxfp4" ends with one
-    return f"{text}/" if "@" in text else text
 
 
 def resolve(
@@ -265,7 +187,7 @@ def _from_word(
         model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
     if word.kind in _VIEWS:
-        model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind][1](target, word.number))
+        model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind](target, word.number))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
 
@@ -305,9 +227,12 @@ def _keep(state: ModelState, key, fingerprint: Callable[[], object], build: Call
     """Build once per target; again only where the fingerprint of what it was built from is another one."""
     kept = state.levels.get(key)
     if kept is None or kept[0] != fingerprint():
-        with walking_anew():
-            built = build()
-        kept = state.levels[key] = fingerprint(), built  # building may move weights
+        with _BUILDING:
+            kept = state.levels.get(key)  # another thread may have built it by now
+            if kept is None or kept[0] != fingerprint():
+                with walking_anew():
+                    built = build()
+                kept = state.levels[key] = fingerprint(), built  # building may move weights
     return kept[1]
 
 

@@ -1,0 +1,103 @@
+"""What does the word or path of a level say?"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...formats import FORMATS, casts
+from ...precision import Precision, Spelled, spelled
+from ..quantizer.source_config import is_gguf
+
+# Views of the target by the word in front of their number, and what that counts.
+_VIEWS = {"early_exit": "layers", "experts": "experts a token"}
+_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
+
+
+@dataclass(frozen=True)
+class Word:
+    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram" or one of `_VIEWS`.
+
+    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
+    it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
+    """
+
+    kind: str
+    path: str | None = None
+    cast: str | None = None
+    number: int = 0
+    precision: Precision | None = None
+
+
+def parse_level(text: str) -> Word:
+    """Read a level word.
+
+    Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
+    """
+    if text in ("prompt_lookup", "ngram", "routed"):
+        return Word(text)
+    if _is_cast(text):
+        return Word("cast", cast=text)
+    if text == "qspec":
+        return Word("precision")
+    found = None if "/" in text else spelled(text)  # no word has a slash
+    if found is not None and found.family.levels and _says_enough(found):
+        return Word("precision", precision=Precision.parse(text))
+    for kind, what in _VIEWS.items():
+        if text.startswith(f"{kind}:"):
+            if not (number := text.removeprefix(f"{kind}:")).isdecimal():
+                raise ValueError(f"level {text!r}: {kind} takes a number of {what}, as in '{kind}:4'")
+            return Word(kind, number=int(number))
+    path, at, suffix = text.rpartition("@")
+    cast = suffix if at and _is_cast(suffix) else None
+    path = path if cast else text
+    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
+        return Word("load", path=path, cast=cast)
+    words = _words()
+    if len(parts := [part for part in re.split("[+,]", text) if part]) > 1:
+        raise ValueError(f"level {text!r} is no folder: several levels are several entries of the list, as in {parts}")
+    alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
+    meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
+    raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def _is_cast(text: str) -> bool:
+    return any(cast.word == text for record in FORMATS.values() for cast in record.casts)
+
+
+def _says_enough(found: Spelled) -> bool:
+    """Whether a word names a level: "w4" alone is a model's weights."""
+    return found.activation_bits is not None or not found.family.tells_activations
+
+
+def _words() -> list[str]:
+    """Every word for a level, for messages."""
+    parts_first = sorted(FORMATS.values(), key=lambda record: not record.reads_part)
+    examples = [word for record in parts_first for word in record.level_examples]
+    return list(dict.fromkeys([*casts(), *examples, *_OTHER_WORDS]))
+
+
+def as_words(levels: Iterable[Any]) -> list[Any]:
+    """The levels, path objects among them as the words that name their folders, everything else as it is.
+
+    A path object is a folder whatever it is called: one named "mxfp4" is no cast. ValueError where there is none; a
+    word or a hub name is a string.
+    """
+    return [_folder_word(level) if isinstance(level, os.PathLike) else level for level in levels]
+
+
+def _folder_word(path: os.PathLike) -> str:
+    text = os.fsdecode(path)
+    if not Path(text).is_dir():
+        raise ValueError(
+            f"level {path!r} is not an existing folder; pass a word or a hub name as a string, as in "
+            "'mxfp4' or 'PATH@mxfp4'"
+        )
+    text = text if "/" in text else f"./{text}"  # no word has a slash, and none of "PATH@mxfp4" ends with one
+    return f"{text}/" if "@" in text else text
