@@ -24,6 +24,7 @@ from ..processing import WARPERS, calls_like
 _ANY_PROMPT = EosTokenCriteria, StopStringCriteria  # which keep nothing of a call
 _PLAIN = str, int, float, bool, type(None)
 _MOST = 64  # sets of options
+_TOKENS = "_pad_token_tensor", "_eos_token_tensor", "eos_token_id"
 
 
 class Repeated:
@@ -54,9 +55,18 @@ class Repeated:
             return
         if len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]
-        criteria = StoppingCriteriaList([one for one in call.criteria if calls_like(one, _ANY_PROMPT)])
-        processors = LogitsProcessorList(call.processors)
-        self._kept[key] = replace(call, criteria=criteria, processors=processors, model_kwargs={})
+        criteria = [_on_host(one, _TOKENS) for one in call.criteria if calls_like(one, _ANY_PROMPT)]
+        kept = {"criteria": StoppingCriteriaList(criteria), "processors": LogitsProcessorList(call.processors)}
+        self._kept[key] = replace(call, settings=_on_host(call.settings, _TOKENS), model_kwargs={}, **kept)
+
+
+def _on_host(kept: Any, names: tuple[str, ...]) -> Any:
+    """A copy that has these tensors on the host, which reads them for every request."""
+    made = copy.copy(kept)
+    for name in names:
+        if isinstance(tensor := getattr(kept, name, None), Tensor):
+            setattr(made, name, tensor.cpu())
+    return made
 
 
 def _key(options: dict[str, Any]) -> tuple | None:

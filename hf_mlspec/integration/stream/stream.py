@@ -128,8 +128,8 @@ class _Stream:
         self.live, self.telling = live, telling  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
-        device = next(model.parameters()).device
-        self.rounds = StreamRounds(chain, device, max_batch, self._stop, self._emit, prompts.begun)
+        self.device = next(model.parameters()).device
+        self.rounds = StreamRounds(chain, self.device, max_batch, self._stop, self._emit, prompts.begun)
         prompts.on_failure = self.rounds.leave_out
 
     def completions(self) -> Iterator[Completion | NewTokens]:
@@ -244,7 +244,7 @@ class _Stream:
         others = *self.live.values(), *(found.one for found in self.prompts.reading.values())
         rows = [*(other.row for other in others), one.row]
         engines = [self.chain.target.runner, *self.chain.runners]
-        require_memory(engines, len(rows), self.model.device, longest=max(map(len, rows)), beside=beside)
+        require_memory(engines, len(rows), self.device, longest=max(map(len, rows)), beside=beside)
 
     def _place(self, going: list[int], joining: list[int]) -> None:
         """Those that go on and those that join become the rows of the loop, or of a new one."""

@@ -71,19 +71,17 @@ class RoundState:
         self, places: Sequence[int], rows: Sequence[Sequence[int]], ends: Sequence[int], streams: Sequence[int]
     ) -> None:
         """Put rows into these places, from their beginning; the script says nothing of them."""
-        device = self.tokens.device
-        index = torch.tensor(places, device=device)
-        width = max(map(len, rows))
-        lines = [[*row, *[0] * (width - len(row))] for row in rows]
-        for tensor, values in (
-            (self.tokens[:, :width], lines),
-            (self.lengths[0], [len(row) for row in rows]),
-            (self.active[0], [int(len(row) < end) for row, end in zip(rows, ends, strict=True)]),
-            (self.ends[0], ends),
-            (self.failed, [0] * len(rows)),
-            (self.streams, streams),
-        ):
-            tensor.index_copy_(0, index, torch.tensor(values, dtype=torch.int32).to(device))
+        count, width, lengths = len(rows), max(map(len, rows)), list(map(len, rows))
+        packed = [*places, *lengths, *(int(n < end) for n, end in zip(lengths, ends, strict=True)), *ends, *streams]
+        for row in rows:
+            packed += [*row, *[0] * (width - len(row))]
+        sent = torch.tensor(packed, dtype=torch.int32).to(self.tokens.device)  # one copy: the host waits for each
+        index, *lines = sent[: 5 * count].view(5, count)
+        index = index.long()
+        for tensor, line in zip((self.lengths[0], self.active[0], self.ends[0], self.streams), lines, strict=True):
+            tensor.index_copy_(0, index, line)
+        self.tokens[:, :width].index_copy_(0, index, sent[5 * count :].view(count, width))
+        self.failed.index_fill_(0, index, 0)
         for tensor in (self.script, self.cursor):
             if tensor is not None:
                 tensor.index_fill_(1, index, 0)
