@@ -28,6 +28,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The programs of the guide first: they share one process of half a minute, which at the end of a run one worker
+    would wait for alone, or two would start."""
+    items.sort(key=lambda item: item.path.name != "test_documents.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fixed_lengths():
     """Levels draft the most they may, as where lengths are given: what a controller does with small random models is

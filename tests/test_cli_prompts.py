@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -66,10 +67,15 @@ def test_a_text_ends_behind_a_stop(capsys, saved_model):
     assert len(cut["ids"]) < 8
 
 
-def test_standard_input_is_read(capsys, monkeypatch, saved_model, prompts):
-    with open(prompts) as redirected:
-        monkeypatch.setattr(sys, "stdin", redirected)
+def test_standard_input_is_read(capsys, saved_model, prompts):
+    own = os.dup(0)
+    try:
+        with open(prompts) as redirected:
+            os.dup2(redirected.fileno(), 0)
         assert main(asked(saved_model, "--prompt-file", "-", "--json")) == 0
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
     assert [entry["prompt"] for entry in json.loads(capsys.readouterr().out)["texts"]] == PROMPTS
 
 
