@@ -29,9 +29,9 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The programs of the guide first: they share one process of half a minute, which at the end of a run one worker
-    would wait for alone, or two would start."""
-    items.sort(key=lambda item: item.path.name != "test_documents.py")
+    """What takes long comes first: at the end of a run one worker would compute it alone. Slow tests, then the
+    programs of the guide, which share one process of half a minute."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name != "test_documents.py"))
 
 
 @pytest.fixture(scope="session", autouse=True)
