@@ -127,8 +127,9 @@ def cuda_archs(toolkit):
     return asked
 
 
-def cuda_objects(toolkit, archs, folder):
-    """Every .cu as an object file in `folder`, compiled side by side; what is newer than its sources stays."""
+def cuda_objects(toolkit, archs, folder, extra=()):
+    """Every .cu as an object file in `folder`, compiled side by side, with `extra` words for nvcc; what is newer than
+    its sources stays."""
     hopper = [arch for arch in archs if arch == "90a"]
     sources = sorted(path for path in (KERNELS / "cuda").rglob("*.cu") if hopper or not HOPPER_ONLY.match(path.name))
     sources = [path for path in sources if path.name not in NOT_IN_LIBRARY]
@@ -142,7 +143,7 @@ def cuda_objects(toolkit, archs, folder):
         own = hopper if HOPPER_ONLY.match(path.name) else archs
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in own]
         command = [nvcc_of(toolkit), "-std=c++17", "-O3", *codes, "-Xcompiler", "-fPIC,-fvisibility=hidden",
-                   f"--threads={len(own)}", "-c", path, "-o", target]
+                   f"--threads={len(own)}", *extra, "-c", path, "-o", target]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"nvcc {path.relative_to(HERE)}: exit status {done.returncode}\n{done.stderr}")

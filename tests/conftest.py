@@ -28,6 +28,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first: at the end of a run one worker would compute it alone. Slow tests, then the
+    programs of the guide, which share one process of half a minute."""
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.name != "test_documents.py"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fixed_lengths():
     """Levels draft the most they may, as where lengths are given: what a controller does with small random models is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -160,14 +160,15 @@ def test_demo_on_another_model_in_json(capsys, saved_model):
     assert told["identical"] == told["prompts"]
 
 
-def test_the_console_script_is_the_module():
+def test_the_console_script_is_the_module(capsys, monkeypatch):
     """`mlspec` and `python -m hf_mlspec` are one program."""
     assert 'mlspec = "mlspec_cli:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    ran = subprocess.run([sys.executable, "-m", "hf_mlspec", "generate", "--model", "no/such/folder", "--prompt", "x"],
-                         capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stderr == ("mlspec generate: model folder 'no/such/folder' does not exist; give a folder written by "
-                          "save_pretrained\n")
+    monkeypatch.setattr(sys, "argv", ["hf_mlspec", "generate", "--model", "no/such/folder", "--prompt", "x"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hf_mlspec", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ("mlspec generate: model folder 'no/such/folder' does not exist; give a folder "
+                                       "written by save_pretrained\n")
 
 
 def test_no_page_recommends_the_slow_way_to_start():

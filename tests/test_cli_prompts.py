@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -68,16 +67,16 @@ def test_a_text_ends_behind_a_stop(capsys, saved_model):
     assert len(cut["ids"]) < 8
 
 
-def piped(folder: object, redirection: str, *more: str) -> subprocess.CompletedProcess:
-    command = " ".join([f"'{sys.executable}' -m mlspec_cli", *asked(folder, "--prompt-file", "-", *more), redirection])
-    return subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
-def test_standard_input_is_read(saved_model, prompts):
-    ran = piped(saved_model, f"< '{prompts}'", "--json")
-    assert ran.returncode == 0, ran.stderr
-    assert [entry["prompt"] for entry in json.loads(ran.stdout)["texts"]] == PROMPTS
+def test_standard_input_is_read(capsys, saved_model, prompts):
+    own = os.dup(0)
+    try:
+        with open(prompts) as redirected:
+            os.dup2(redirected.fileno(), 0)
+        assert main(asked(saved_model, "--prompt-file", "-", "--json")) == 0
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+    assert [entry["prompt"] for entry in json.loads(capsys.readouterr().out)["texts"]] == PROMPTS
 
 
 def test_a_closed_standard_input_is_refused(capsys, monkeypatch):

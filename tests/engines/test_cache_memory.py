@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from instruction_sets import PACKAGE
 
 from hf_mlspec.engines import memory
 from hf_mlspec.engines.rows import DecoderCache, new_kv
@@ -17,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HEADS, DIM = 3, 2, 4
 DECODER = SimpleNamespace(num_layers=LAYERS, sizes=SimpleNamespace(kv_heads=HEADS, head_dim=DIM),
                           dtype=torch.bfloat16, device=torch.device("cpu"))  # fmt: skip
+# Without what the package itself imports, which takes seconds.
 PEAK = """
-import sys, types, torch
 from hf_mlspec.engines.rows import DecoderCache
 
 def mib(key):
@@ -74,8 +75,9 @@ def test_what_a_cache_held_is_in_the_one_it_moved_to(way, spend, rows, batch, sl
 )  # fmt: skip
 def test_at_most_one_layer_is_there_twice(change, rows, slots, most):
     """256 MiB become 384, where both at once would be 640, or 32."""
-    program = PEAK.format(change=change, rows=rows, slots=slots)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    program = PACKAGE + PEAK.format(change=change, rows=rows, slots=slots)
+    command = [sys.executable, "-c", program, str(ROOT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     size, peak = map(float, done.stdout.split())
     assert size == {"cache.reserve(4097)": 384, "cache.extend_rows(1)": 384}.get(change, 32)

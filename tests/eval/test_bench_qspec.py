@@ -146,9 +146,9 @@ def test_memory_is_measured_in_a_fresh_process(qspec_run, monkeypatch):
 
 
 def test_a_process_that_fails_says_why():
-    memory = program("bench_qspec.memory")
-    with pytest.raises(RuntimeError, match=r"memory of 'x' failed: (.|\n)*KeyError: 'threads'"):
-        memory.ask({"contender": {"name": "x"}})
+    fresh = program("records.fresh_process")
+    with pytest.raises(RuntimeError, match=r"memory of 'x' failed: (.|\n)*No module named no_such_program"):
+        fresh.in_fresh_process({"contender": {"name": "x"}}, "no_such_program")
 
 
 def test_more_rows_than_prompts_are_refused(qspec_run, capsys):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,14 @@ def test_two_writers_are_refused(tmp_path):
         Journal(tmp_path / "a.jsonl", {})
 
 
-WRITER = """
-import sys
-from hf_mlspec.evaluation import Journal
-journal = Journal(sys.argv[1], {})
+# The package is imported without what it imports itself: a process then begins to write at once.
+WRITER = f"""
+import sys, types
+package = types.ModuleType("hf_mlspec")
+package.__path__ = [{find_spec("hf_mlspec").submodule_search_locations[0]!r}]
+sys.modules["hf_mlspec"] = package
+from hf_mlspec.evaluation.journal import Journal
+journal = Journal(sys.argv[1], {{}})
 for number in range(len(journal), 10**6):
     journal.add(str(number), "x" * 5000)
     print(number, flush=True)

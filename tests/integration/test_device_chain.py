@@ -46,10 +46,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("inputs", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("config", CONFIGS)
+# Every batch with the defaults and every config with three rows; the other pairs are among the slow tests.
+PAIRS = [pytest.param(config, batch, marks=[] if config == "defaults" or batch == "three" else [pytest.mark.slow])
+         for config in CONFIGS for batch in BATCHES]
+
+
+@pytest.mark.parametrize(("config", "batch"), PAIRS)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_greedy_ids_are_those_of_the_target_alone(rounds, target, draft, chain, config, inputs):
+def test_greedy_ids_are_those_of_the_target_alone(rounds, target, draft, chain, config, batch):
+    inputs = BATCHES[batch]
     alone = stepwise(target, inputs)
     levels = chains(draft)[chain]
     out = target.generate(**inputs, **OPTIONS, assistant_models=levels, speculation_config=CONFIGS[config])
@@ -202,8 +207,9 @@ def test_end_of_sequence_of_the_model_itself(rounds, target, draft):
     assert torch.equal(target.generate(**inputs, **asked, assistant_models=[draft]), alone)
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 30])
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize(("lengths", "new_tokens"), [
+    ([1, 1, 1], 1), ([1, 1, 1], 2), ([1], 30), ([1, 1, 1], 30), ([2, 1], 30),
+    *(pytest.param(lengths, count, marks=pytest.mark.slow) for lengths in ([1], [2, 1]) for count in (1, 2))], ids=str)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_prompts_of_one_token(rounds, target, draft, chain, lengths, new_tokens):
     inputs, asked = prompts(lengths), {**OPTIONS, "max_new_tokens": new_tokens}
