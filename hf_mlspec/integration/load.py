@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .dtype import dtype_named
 from .quantizer.checkpoint import stored_dtype
 from .quantizer.gguf_loading import load_gguf
 from .quantizer.gpt_oss_loading import is_original_folder, load_original
@@ -21,10 +22,11 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
 
     dtype: of what is not packed; None: the checkpoint's own, but bfloat16 for a GGUF file and where it is float16,
     which no compiled decoder takes. options: of from_pretrained, also ``gguf_file`` in a folder. Raises ValueError or
-    TypeError, naming file and tensor, for a checkpoint that is damaged or not read.
+    TypeError, naming file and tensor, for a checkpoint that is damaged or not read, and ValueError for a word that is
+    no dtype.
     """
     path, given = os.fspath(name), options.pop("torch_dtype", None)
-    dtype = given if dtype is None else dtype
+    dtype = dtype_named(given if dtype is None else dtype)
     file = find_gguf(path, options)
     if file is not None:
         options.pop("gguf_file", None)

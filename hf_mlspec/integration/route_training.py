@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from ..nn.settings import QUANT_METHOD
 from ..routing.blocks import average_bits, blocks_of
 from ..routing.passes import Routed
 from ..routing.training import RouterRecipe, Step, Trained, train_router
+from .json_object import read_object
 from .levels.load import DTYPES, read_model, read_tokenizer, require_folder
 from .quantizer.calibration_text import token_stream
 from .quantizer.config import MLSpecConfig
@@ -130,7 +130,7 @@ def choices_of(model: PreTrainedModel, router: Any, prompts: Sequence[list[int]]
 
 def _is_packed(folder: str) -> bool:
     """Whether the model was saved in a format of this package; ValueError for another one than bit-planes."""
-    told = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    told = read_object(Path(folder) / "config.json").get("quantization_config")
     if told is None:
         return False
     if told.get("quant_method") != QUANT_METHOD or told.get("format") not in ("planes", "bitplanes"):

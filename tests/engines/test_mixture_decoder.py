@@ -172,6 +172,16 @@ def test_a_broken_router_is_named_with_layer_and_expert(value):
         model.generate(some_ids()[:, :5], assistant_models=["prompt_lookup"], max_new_tokens=4)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_broken_gate_of_a_shared_expert_is_named_with_its_layer(value):
+    model = random_model("qwen2-moe", torch.bfloat16)
+    with torch.no_grad():
+        model.get_submodule(LAYER).shared_expert_gate.weight[0, 7] = value
+    words = r"the gate of the shared expert of layer 1 holds NaN or Inf: .*restore the checkpoint"
+    with pytest.raises(ValueError, match=words):
+        CpuDecoder(model)
+
+
 def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
     model = random_model("qwen3-moe", torch.float32)
     router = model.get_submodule(LAYER).gate

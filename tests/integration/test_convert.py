@@ -202,7 +202,7 @@ def test_nested_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda folder: None, "is not quantized; mlspec quantize packs it"),
     (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json of .* cannot be read"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged: it holds no JSON"),
     (lambda folder: quantized_by(folder, "bitsandbytes"), "quant_method 'bitsandbytes' is not read"),
     (lambda folder: quantized_by(folder, "gptq"), "no linear layer of LlamaForCausalLM .* is quantized")])
 def test_a_source_that_is_not_read_is_refused(tmp_path, change, message):
@@ -253,3 +253,17 @@ def test_a_model_loaded_in_float16_keeps_its_dtype(tmp_path):
     convert_folder(str(tmp_path / "a"), str(tmp_path / "b"))
     require_same(start, tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("to", [*OTHERS, "gguf"])
+@pytest.mark.parametrize(("settings", "name", "words"), [
+    ({"activation_bits": 8}, "activation_bits", "multiplies activations of 8 bits"),
+    ({"activation_clip": 0.9}, "activation_clip", r"clips activations at 0\.9 of their largest"),
+    ({"kv_cache": "int8"}, "kv_cache", "keeps keys and values as int8"),
+])  # fmt: skip
+def test_what_is_computed_beside_the_weights_is_not_dropped(tmp_path, to, settings, name, words):
+    source, target = ours(tmp_path, format="int4", **settings), tmp_path / ("x.gguf" if to == "gguf" else "out")
+    said = rf"{words} \({name}\), which a {to} checkpoint cannot say: take {name} out"
+    with pytest.raises(ValueError, match=said):
+        convert_folder(source, str(target), to)
+    assert not target.exists()

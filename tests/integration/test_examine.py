@@ -156,7 +156,7 @@ def other_width(folder):
     (spoil_header, "model.safetensors is damaged: it has"),
     (other_width, r"has shape \[.*\], (config.json makes it|expected)"),
     (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-    (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "config.json is damaged: it holds a list"),
     (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors file")])
 def test_damage_is_named(tmp_path, make, spoil, message):
     tiny(dtype=torch.float32).save_pretrained(tmp_path / "wide")

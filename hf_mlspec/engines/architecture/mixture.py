@@ -48,7 +48,8 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
     """The experts of layer ``index``; None where it has none.
 
     UnreadExperts where no decoder reads them. ValueError naming the layer, and the expert, for what no token can be
-    sent through: more experts a token than there are, or router weights that are not finite.
+    sent through: more experts a token than there are, or weights of the router, or of the shared expert's gate, that
+    are not finite.
     """
     router = _at(layer, entry.router)
     if router is None:
@@ -82,8 +83,19 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes} if experts.has_bias else {},
         None if entry.gate == GATES[0] else (float(experts.alpha), float(experts.limit)),
         shared,
-        _row_of(layer.get_submodule(entry.shared_gate)) if shared else None,
+        _gate_of(layer.get_submodule(entry.shared_gate), index) if shared else None,
     )
+
+
+def _gate_of(linear: nn.Module, index: int) -> Tensor:
+    """`_row_of` what weighs the shared expert of layer ``index``, whose values have to be finite."""
+    row = _row_of(linear)
+    if not row.is_meta and not torch.isfinite(row).all():
+        raise ValueError(
+            f"the gate of the shared expert of layer {index} holds NaN or Inf: every token of that layer would be "
+            "lost; restore the checkpoint"
+        )
+    return row
 
 
 def _row_of(linear: nn.Module) -> Tensor:

@@ -65,7 +65,7 @@ def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NotAProfile(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict) or found.get("mlspec_profile") != _VERSION:
         raise NotAProfile(f"{path} is no profile of `mlspec tune` (version {_VERSION})")

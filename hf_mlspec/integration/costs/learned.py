@@ -16,6 +16,7 @@ from typing import Any
 
 from ...engines.engine import Engine
 from ...speculation.memory import Memory
+from ..json_object import read_object
 from .file import cache_folder, differences, write_json
 from .identity import chain_of, machine_of
 
@@ -38,7 +39,7 @@ class Learned:
         """What the file holds; None where there is none, or one of another machine, or a damaged one: then everything
         is learned anew, as of a chain that was never seen."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = read_object(self.path)
             if found["mlspec_learned"] != _VERSION or differences(found["machine"], self.machine):
                 return None
             memory = Memory.from_dict(found["memory"], self.levels)

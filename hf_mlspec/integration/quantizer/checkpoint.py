@@ -18,6 +18,7 @@ from ...checkpoints.pickles import pickled_tensors
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 from ...formats.damage import ValueCheck
 from ...nn.packed import PackedLinear, PackedModule
+from ..json_object import read_object
 
 # Buffers of older checkpoints that transformers drops without a word.
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -90,8 +91,8 @@ def require_own_shards(*folders: str | Path) -> None:
     """
     for index in sorted({file for folder in folders for kind in _INDEXES for file in Path(folder).glob(kind)}):
         try:
-            entries = json.loads(index.read_bytes())["weight_map"].items()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            entries = read_object(index)["weight_map"].items()
+        except (ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: it holds no weight_map that can be read ({error!r})") from error
         kind = ".bin" if ".bin." in index.name else ".safetensors"
         for name, entry in entries:

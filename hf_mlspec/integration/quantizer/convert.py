@@ -53,7 +53,8 @@ def convert_folder(
     """Read the quantized causal language model in ``source`` (a folder, hub name or GGUF file) and save it in
     ``target`` as ``to`` has it, one of TARGETS, with its tokenizer: "mlspec" from other libraries' checkpoints,
     "compressed-tensors" and "gptq" from those and from this package's own, and "gguf", where ``target`` is one file,
-    from all but GGUF files. No value changes.
+    from all but GGUF files. No value changes, and what a folder of this package computes beside its weights
+    (kv_cache, activation_bits, activation_clip) is refused by its name, not dropped.
 
     Raises ValueError, before anything is written: for a source that is missing, unquantized, of a kind that is not
     read, or of this package's format already; a target as in `quantize_folder`; and, naming layer and reason, for what
@@ -68,12 +69,8 @@ def convert_folder(
         raise ValueError(f"{source!r} is a GGUF file already; copy it")
     if method == to == QUANT_METHOD:
         raise ValueError(f"{source!r} is in the format of this package already; copy the folder")
-    kept_in = quantization_of(source).get("kv_cache") if method == QUANT_METHOD else None
-    if kept_in is not None:
-        raise ValueError(
-            f"{source!r} keeps keys and values as {kept_in} (kv_cache), which a {to} checkpoint cannot say: take "
-            "kv_cache out of the quantization_config in its config.json, and it is written without"
-        )
+    if method == QUANT_METHOD:
+        _require_sayable(source, to)
     begin = time.perf_counter()
     model = read_model(source, "auto")
     loaded, found = time.perf_counter(), measure(model)
@@ -95,6 +92,23 @@ def require_quantized(source: str) -> str:
     if method != QUANT_METHOD:
         reader_for(found)
     return method
+
+
+def _require_sayable(source: str, to: str) -> None:
+    """ValueError for what a folder of this package computes beside its weights, which no other checkpoint says."""
+    told = quantization_of(source)
+    kept_in, bits, clip = (told.get(name) for name in ("kv_cache", "activation_bits", "activation_clip"))
+    does = {
+        "kv_cache": kept_in is not None and f"keeps keys and values as {kept_in}",
+        "activation_bits": bits not in (None, 16) and f"multiplies activations of {bits} bits",
+        "activation_clip": clip not in (None, 1) and f"clips activations at {clip:g} of their largest",
+    }
+    for name, words in does.items():
+        if words:
+            raise ValueError(
+                f"{source!r} {words} ({name}), which a {to} checkpoint cannot say: take {name} out of the "
+                "quantization_config in its config.json, and it is written without"
+            )
 
 
 def _save_ours(

@@ -33,7 +33,7 @@ from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
 from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
 from .nested_loading import escapes_of, tied_to_tables
-from .packing import packed_modules, packed_parameters, put_packed
+from .packing import packed_modules, packed_parameters, packed_weights, put_packed
 from .research import Research, research_of
 from .source import missing_packages
 from .source_config import is_gguf
@@ -181,7 +181,7 @@ def _foreign(folder: str, reader: Reader, checkpoint: Checkpoint) -> tuple[PreTr
             held = PackedExperts.empty(experts[name], MXFP4, None, name)
             stored = sum(tensor.nbytes for own, tensor in module.named_parameters() if own.endswith(ENDS))
             model.set_submodule(name, held.eval())
-            found.append(("MXFP4, experts", _codes(held), stored, FORMATS[MXFP4].title, ""))
+            found.append(("MXFP4, experts", packed_weights(held), stored, FORMATS[MXFP4].title, ""))
         elif isinstance(module, SourceMixture):
             weights = sum(one.layer.in_features * one.layer.out_features for one in module.each())
             found.append((module.stored_as, weights, module.stored_bytes, module.read_as, module.choice.why))
@@ -233,7 +233,7 @@ def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[Pr
     word += f", 4-bit activations clipped at {config.activation_clip:g}" if config.activation_clip else ""
     word += f", inputs transformed ({config.transform})" if config.transform != NONE.word else ""
     return model, _grouped(
-        (word if isinstance(module, PackedLinear) else f"{word}, experts", _codes(module),
+        (word if isinstance(module, PackedLinear) else f"{word}, experts", packed_weights(module),
          sum(map(_bytes, _packed_tensors(name, module, stored, model))), f"{config.record.title}, as it is", "")
         for name, module in packed_modules(model)
     )  # fmt: skip
@@ -260,12 +260,6 @@ def _bytes(tensor: StoredTensor) -> int:
     return tensor.end - tensor.begin
 
 
-def _codes(module: PackedModule) -> int:
-    if isinstance(module, PackedLinear):
-        return module.in_features * module.out_features
-    return sum(module.held(name)[0].numel() * 2 for name in module.names)
-
-
 def _grouped(found: Iterable[tuple[str, int, int, str, str]]) -> list[Layers]:
     """(stored as, weights, bytes, becomes, why dense) of every layer -> those that are alike together, most first."""
     groups: dict[tuple[str, str, str], list[int]] = {}
@@ -280,7 +274,7 @@ def _grouped(found: Iterable[tuple[str, int, int, str, str]]) -> list[Layers]:
 def _weights(model: PreTrainedModel) -> int:
     modules = [module for _, module in packed_modules(model)]
     parts = {id(part) for module in modules for name in module.names for part in module.held(name)}
-    return sum(map(_codes, modules)) + sum(p.numel() for p in model.parameters() if id(p) not in parts)
+    return sum(map(packed_weights, modules)) + sum(p.numel() for p in model.parameters() if id(p) not in parts)
 
 
 def _engine(model: PreTrainedModel, word: str) -> str:

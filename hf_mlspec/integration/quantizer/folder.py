@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from pathlib import Path
 
 from torch import nn
 
-from ...nn.packed import PackedLinear, PackedModule
+from ...nn.packed import PackedLinear
+from ..json_object import read_object
 from ..levels.load import read_model, read_tokenizer, require_folder
 from .config import MLSpecConfig
-from .packing import packed_modules
+from .packing import packed_modules, packed_weights
 from .source_config import is_gguf
 
 # What belongs to a model and is not written by its own save_pretrained, as patterns in its folder.
@@ -89,10 +89,7 @@ def require_wide(source: str) -> None:
     file = Path(source) / "config.json"
     if not file.exists():
         return  # a hub name, or no model: loading says so
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    stored = read_object(file).get("quantization_config")
     if stored:
         method = stored.get("quant_method") if isinstance(stored, dict) else stored
         raise ValueError(f"{source!r} is already quantized ({method}); give the folder of the original model")
@@ -121,8 +118,7 @@ def measure(model: nn.Module) -> dict[str, int]:
     for _, module in packed_modules(model):
         modules += 1
         parts = [part for name in module.names for part in module.held(name) if part is not None]
-        linear = isinstance(module, PackedLinear)
-        codes += module.in_features * module.out_features if linear else _codes_of_experts(module)
+        codes += packed_weights(module)
         own = {key: tensor for key, tensor in own.items() if not any(tensor is part for part in parts)}
     return {
         "packed_modules": modules,
@@ -140,12 +136,7 @@ def bits_per_packed_weight(model: nn.Module) -> float:
         return 0.0
     settings = config.format_settings
     for _, module in packed_modules(model):
-        linear = isinstance(module, PackedLinear)
-        own = module.in_features * module.out_features if linear else _codes_of_experts(module)
-        inputs = {"in_features": module.in_features} if linear else {}
+        own = packed_weights(module)
+        inputs = {"in_features": module.in_features} if isinstance(module, PackedLinear) else {}
         bits, codes = bits + own * module.record.bits_per_weight(**settings, **inputs), codes + own
     return bits / codes
-
-
-def _codes_of_experts(module: PackedModule) -> int:
-    return sum(module.held(name)[0].numel() * 2 for name in module.names)

@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from ...checkpoints.gguf import GgufReader, dense, stored_layer
 from ...checkpoints.gguf_names import config_of, parameters
 from ...checkpoints.layer import Reader
+from ..dtype import dtype_or_bfloat16
 from .checkpoint import Checkpoint
 from .source_config import SourceConfig, require_no_other
 
@@ -20,7 +21,7 @@ def load_gguf(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None
     """The causal language model of a GGUF file. dtype: of what is not packed; None and "auto": bfloat16. options: of
     from_pretrained. ValueError naming the file for one that is damaged, or of an architecture that is not read."""
     require_no_other(options.pop("quantization_config", None), name)
-    dtype = torch.bfloat16 if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = dtype_or_bfloat16(dtype)
     reading = source_of(name)
     config, plain = AutoConfig.for_model(**config_of(reading.reader.file)), plain_parameters(reading.reader, dtype)
     if quantized(reading.reader):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from ...checkpoints.gpt_oss_original import config_of, is_original, parameters
 from ...checkpoints.layer import Reader
+from ..dtype import dtype_or_bfloat16
+from ..json_object import read_object
 from .checkpoint import Checkpoint, require_own_shards
 from .gguf_loading import checkpoint_of
 from .source_config import SourceConfig, require_no_other
@@ -21,12 +22,9 @@ _FIXED_LIMIT = 7.0  # of transformers 5.17, whose config does not have it
 
 
 def is_original_folder(name: str | os.PathLike) -> bool:
-    """Whether it is a folder in gpt-oss's original layout."""
+    """Whether it is a folder in gpt-oss's original layout. ValueError naming a config.json that is damaged."""
     file = Path(name) / "config.json"
-    try:
-        return file.is_file() and is_original(json.loads(file.read_bytes()))
-    except ValueError:
-        return False
+    return file.is_file() and is_original(read_object(file))
 
 
 def load_original(
@@ -38,8 +36,8 @@ def load_original(
     folder = Path(name)
     require_no_other(options.pop("quantization_config", None), name)
     require_own_shards(str(folder))
-    dtype = torch.bfloat16 if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    words = config_of(json.loads((folder / "config.json").read_bytes()), str(folder / "config.json"))
+    dtype = dtype_or_bfloat16(dtype)
+    words = config_of(read_object(folder / "config.json"), str(folder / "config.json"))
     stored = Checkpoint.read(sorted(folder.glob("*.safetensors")))
     found = parameters(stored.tensors, words, str(folder))
     reading = SourceConfig({"quant_method": "mxfp4"})

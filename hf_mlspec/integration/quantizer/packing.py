@@ -28,6 +28,13 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, PackedModule))
 
 
+def packed_weights(module: PackedModule) -> int:
+    """How many weights a packed module stands for; two of experts share a byte."""
+    if isinstance(module, PackedLinear):
+        return module.in_features * module.out_features
+    return sum(module.held(name)[0].numel() * 2 for name in module.names)
+
+
 def packed_parameters(model: nn.Module) -> set[str]:
     """Names of the packed parameters (codes, planes, scales ...) and of the transforms' tensors in
     ``model.state_dict()``, under every path."""

@@ -24,6 +24,7 @@ from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.transforms import NONE
 from ...routing.router import Router
+from ..dtype import dtype_named
 from ..request import head_size
 from ..routed import ROUTER_FILE, check_router, read_router, stored_router
 from ..streamed import device_of_map, stream_planes
@@ -210,7 +211,7 @@ class MLSpecQuantizer(PackedQuantizer):
         if self.quantization_config.record is None:
             return model
         require_plain_inputs(model, "dequantize", or_dense=True)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word in the config once it was saved
+        dtype = dtype_named(dtype)  # a word in the config once it was saved
         if self._nests:
             nested = [name for name, _ in packed_modules(model)]
             unnest(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from ...checkpoints.layer import Stored
 from ...checkpoints.qspec import QWEN_TYPE, sort_checkpoint
 from ...checkpoints.quarot import MODEL_TYPE
+from ..json_object import read_object
 
 _ORDERS = "*_reorder_index_*.pt"  # Atom's, beside the weights
 
@@ -44,13 +44,10 @@ class Research:
 
 
 def research_of(name: str | os.PathLike) -> Research | None:
-    """Which one, None for anything but such a folder. Its config.json, and the names of its files, tell."""
+    """Which one, None for anything but such a folder. Its config.json, and the names of its files, tell. ValueError
+    naming a config.json that is damaged."""
     folder = Path(name)
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        config = {}
-    config = config if isinstance(config, dict) else {}
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if config.get("model_type") in (MODEL_TYPE, QWEN_TYPE):
         return Research(
             "QuaRot, or QSpec, which has the same layout", config,

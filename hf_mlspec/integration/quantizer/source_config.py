@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...checkpoints.anyprecision import AnyPrecisionReader
 from ...checkpoints.gguf import GgufReader
 from ...checkpoints.readers import is_readable, reader_for
+from ..dtype import dtype_named
+from ..json_object import read_object
 
 SOURCE_METHOD = "mlspec-source"
 GGUF_SOURCE_METHOD = "mlspec-gguf"
@@ -24,7 +25,13 @@ _WHERE = (
     "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
     "trust_remote_code",
 )  # fmt: skip
+# A config.json with one of them could have any file of this machine read.
+_MADE_HERE = (GgufReader.method, SOURCE_METHOD, GGUF_SOURCE_METHOD)
 _OLD_CONFIG = "quantize_config.json"  # of GPTQ folders whose config.json says nothing
+
+
+class _Made(dict):
+    """A ``quantization_config`` that was put together in memory: what is read from a JSON file is a plain dict."""
 
 
 class SourceConfig(QuantizationConfigMixin):
@@ -35,8 +42,16 @@ class SourceConfig(QuantizationConfigMixin):
 
     def __init__(self, source: Mapping[str, Any], **ignored: Any) -> None:
         source = source.to_dict() if isinstance(source, QuantizationConfigMixin) else source
-        self.quant_method, self.source = SOURCE_METHOD, copy.deepcopy(dict(source))
+        self.quant_method, self.source = SOURCE_METHOD, _Made(copy.deepcopy(dict(source)))
         self.reader = reader_for(self.source)
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """What transformers calls for the ``quantization_config`` of a model's config. ValueError for one that was
+        read from a file, as only this package makes them."""
+        if not isinstance(config_dict.get("source"), _Made):
+            _require_not_made_here(config_dict, "config.json")
+        return super().from_dict(config_dict, *args, **options)
 
     def __deepcopy__(self, memo: dict) -> SourceConfig:
         """transformers copies configs often; a reader, which may hold the header of a file, has no state."""
@@ -102,10 +117,17 @@ def require_no_other(asked: object, name: str | os.PathLike) -> None:
 
 
 def read_config(name: str, options: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a folder or hub name, found as from_pretrained with these options finds it."""
+    """The config of a folder or hub name, found as from_pretrained with these options finds it. ValueError naming a
+    config.json that is damaged, or whose ``quantization_config`` or dtype is no such thing."""
     given = options.get("config")
     if isinstance(given, PreTrainedConfig):
         return copy.deepcopy(given)
+    file = Path(name, options.get("subfolder") or "", "config.json")
+    if file.is_file():
+        told = read_object(file)
+        _require_quantization(told.get("quantization_config"), str(file))
+        for word in ("dtype", "torch_dtype"):
+            dtype_named(told.get(word), f"{file}: {word}")
     return AutoConfig.from_pretrained(name, **{key: options[key] for key in _WHERE if key in options})
 
 
@@ -119,11 +141,50 @@ def source_in(config: PreTrainedConfig, name: str) -> dict[str, Any] | None:
         found = {"quant_method": AnyPrecisionReader.method, "anyprec": config.anyprec}
     if found is None:
         found = _older(Path(name) / _OLD_CONFIG)
-    return found.to_dict() if isinstance(found, QuantizationConfigMixin) else found
+    if isinstance(found, QuantizationConfigMixin):
+        return found.to_dict()
+    _require_quantization(found, f"the config.json of {name!r}")
+    return found
 
 
 def _older(file: str | os.PathLike | None) -> dict[str, Any] | None:
-    return json.loads(Path(file).read_bytes()) if file is not None and Path(file).is_file() else None
+    if file is None or not Path(file).is_file():
+        return None
+    found = read_object(file)
+    _require_method(found, str(file))
+    return found
+
+
+def _require_quantization(found: object, where: str) -> None:
+    """ValueError unless the ``quantization_config`` of a config.json, or None, is an object with a word for its
+    quant_method, and of a kind that stands in files."""
+    if found is None:
+        return
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{where} is damaged: its quantization_config is {found!r:.60}, an object was expected; restore the file "
+            "that was saved with the weights"
+        )
+    _require_method(found, where)
+
+
+def _require_method(found: Mapping[str, Any], where: str) -> None:
+    method = found.get("quant_method")
+    if not isinstance(method, str | None):
+        raise ValueError(
+            f"{where} is damaged: its quant_method is {method!r:.60}, a word was expected; restore the file that was "
+            "saved with the weights"
+        )
+    _require_not_made_here(found, where)
+
+
+def _require_not_made_here(found: Mapping[str, Any], where: str) -> None:
+    if found.get("quant_method") in _MADE_HERE:
+        raise ValueError(
+            f"{where} has a quantization_config of quant_method {found['quant_method']!r}, which is made in memory "
+            "and stands in no file: restore the config.json that was saved with the weights; a GGUF file is named as "
+            "gguf_file"
+        )
 
 
 def loading_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +196,7 @@ def loading_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     found = source_in(config, name)
     if found is None or not is_readable(found):
         return {}
-    config.quantization_config = {"quant_method": SOURCE_METHOD, "source": found}
+    config.quantization_config = {"quant_method": SOURCE_METHOD, "source": _Made(found)}
     return {"config": config}
 
 

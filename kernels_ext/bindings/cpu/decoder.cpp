@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <new>
 #include <string>
 
 #include "decoder_level.h"
@@ -23,6 +24,17 @@ using mlspec::DecoderLayer;
 using mlspec::storage_dtype, mlspec::as_tensor;
 using Ints = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
+
+// What a call computes, or OutOfMemoryError naming the call and what there is no memory for. The decoder stays as it was.
+template <class Compute>
+auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute&& compute) {
+  try {
+    return compute();
+  } catch (const std::bad_alloc&) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, call, ": no memory for the activations and logits of ", tokens.size(), " tokens in ",
+                     counts.size(), " rows: pass fewer tokens or rows at a time, or free what else is in memory");
+  }
+}
 
 class DecoderObject : public torch::CustomClassHolder {
  public:
@@ -246,8 +258,10 @@ class DecoderObject : public torch::CustomClassHolder {
       total += kept[r];
     }
     Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
-    const mlspec::Scored scored = mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence,
-                                                want_logits ? logits.mutable_data_ptr<float>() : nullptr);
+    float* const to = want_logits ? logits.mutable_data_ptr<float>() : nullptr;
+    const mlspec::Scored scored = in_memory("score", tokens, counts, [&] {
+      return mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence, to);
+    });
     return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
   }
 
@@ -261,7 +275,9 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, Ints(rows.size(), 1), limits);
-    auto drafted = mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
+    auto drafted = in_memory("draft", tokens, counts, [&] {
+      return mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
+    });
     return {std::move(drafted), level.forwards, level.seconds};
   }
 
@@ -285,7 +301,9 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
     mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);
     mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
-    auto out = mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
+    auto out = in_memory("draft_checked", tokens, counts, [&] {
+      return mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
+    });
     Ints inner;
     for (const auto& [drafted, accepted] : out.inner) inner.insert(inner.end(), {drafted, accepted});
     return {std::move(out.settled), std::move(inner), middle.lengths, small.lengths,

@@ -70,7 +70,7 @@ void Products::add(mlspec_linear_fn compute, const mlspec_linear_args& args, int
   tiles += own, bytes += list.back().bytes;
 }
 
-// Room for a pass of n tokens through the widest layer of experts.
+// Room for a pass of n tokens through the widest layer of experts: also for its plan, as nothing may be allocated within the pass.
 void Decoder::reserve_experts(int64_t n) {
   Workspace& w = *work_;
   for (const DecoderLayer& layer : layers) {
@@ -91,6 +91,12 @@ void Decoder::reserve_experts(int64_t n) {
     }
     w.expert_gate_up.reserve(floats);
     w.expert_acts.reserve(std::max(in, mid));
+    const int64_t all_visits = visits + e.has_shared;
+    w.next.reserve(e.count + 1);
+    w.visits.reserve(all_visits);
+    w.row_tiles.reserve(all_visits + n * e.places() / kTileOutputs);  // each visit may end in a tile that is not full
+    w.up_products.list.reserve(visits + 2 * e.has_shared);
+    w.down_products.list.reserve(all_visits);
   }
 }
 
@@ -126,7 +132,7 @@ void Decoder::route(Team& team, const Experts& experts, int64_t rows) {
   });
 }
 
-// Tokens by expert, and all products: one thread's work, a few words a token.
+// Tokens by expert, and all products, in what reserve_experts holds ready: one thread's work, a few words a token.
 void Decoder::plan_visits(const Experts& experts, int64_t rows) {
   Workspace& w = *work_;
   w.visits.clear(), w.row_tiles.clear();

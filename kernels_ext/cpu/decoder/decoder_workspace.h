@@ -19,6 +19,7 @@ class Buffer {
   void reserve(int64_t count) {
     if (count <= count_) return;
     release();
+    data_ = nullptr, count_ = 0;  // what is free stays so where there is no memory for more
     data_ = static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64)));
     count_ = count;
   }
