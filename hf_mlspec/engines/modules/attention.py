@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import keeps_state
+from .states import row_by_row
 
 ATTENTION = "mlspec_ragged"
 _running = threading.local()
@@ -77,10 +77,10 @@ def planned(plan: Plan):
 def ragged_attention_on(models: list):
     """Inside, the attention of these models reads the plan; whatever happens, they leave as they came.
 
-    Several threads may be inside with one model; the last one out restores it. A model that keeps a state runs one
-    row at a time, with the attention it came with.
+    Several threads may be inside with one model; the last one out restores it. A model that runs one row at a time
+    does so with the attention it came with.
     """
-    models = [model for model in models if not keeps_state(model)]
+    models = [model for model in models if not row_by_row(model)]
     places: list = list({id(c): c for c in (model.config.get_text_config() for model in models)}.values())
     if any(model.device.type == "cuda" for model in models):
         places.append(_CudnnAttention)

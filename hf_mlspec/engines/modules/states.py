@@ -7,13 +7,16 @@ inputs or a window that has moved on, is copied whole.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
@@ -31,6 +34,42 @@ def keeps_state(model: nn.Module) -> bool:
     if not kinds or _PLAIN_KINDS.issuperset(kinds):
         return False
     return not all(type(layer) in _ROLLED_BACK for layer in DynamicCache(config=config).layers)
+
+
+def row_by_row(model: nn.Module) -> bool:
+    """Whether each row of a model takes forward passes of its own: it keeps a state, its attention is its own, or its
+    cache alone knows a window."""
+    return keeps_state(model) or attends_by_itself(model) or only_the_cache_has_windows(model)
+
+
+def attends_by_itself(model: nn.Module) -> bool:
+    """Whether rows of different lengths cannot share a forward pass, because its attention is not behind transformers'
+    interface, or its forward takes no position ids (nor the one that a hook put in its place)."""
+    own = vars(model).get("forward")
+    takes = _arguments(type(model).forward) if own is None else inspect.signature(own).parameters
+    return not model._supports_attention_backend or "position_ids" not in takes
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments(function: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def only_the_cache_has_windows(model: nn.Module) -> bool:
+    """Whether transformers' cache forgets what is further back than `sliding_window` of the config, while no mask of
+    the class hides it. A prompt then sees all of itself, and what is behind it a window."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "sliding_window", None) or (kinds and "sliding_attention" not in kinds):
+        return False
+    return not any(isinstance(module, PreTrainedModel) and _masks_windows(type(module)) for module in model.modules())
+
+
+@functools.lru_cache(maxsize=64)
+def _masks_windows(kind: type) -> bool:
+    """Whether the file of a class, or of one that it is derived from, has a function for masks of windows."""
+    own = kind.__mro__[: kind.__mro__.index(PreTrainedModel)]
+    return any("sliding_window" in name for base in own for name in vars(sys.modules[base.__module__]))
 
 
 def why_not_restored(model: nn.Module) -> str | None:
@@ -89,10 +128,16 @@ class _Lengths:
 
 def restored(kept: Kept, now: Any) -> Any:
     """States as they were copied. now: what has become of them; keys and values come from there."""
-    if not isinstance(kept.states, Cache):
-        return _copied(kept.states, [0], [0])
-    made = copy.copy(kept.states)
-    made.layers = [_layer(old, now.layers[index]) for index, old in enumerate(kept.states.layers)]
+    return _restored(kept.states, now)
+
+
+def _restored(states: Any, now: Any) -> Any:
+    if isinstance(states, dict) and any(isinstance(one, Cache) for one in states.values()):
+        return {name: _restored(one, now[name]) for name, one in states.items()}
+    if not isinstance(states, Cache):
+        return _copied(states, [0], [0])
+    made = copy.copy(states)
+    made.layers = [_layer(old, now.layers[index]) for index, old in enumerate(states.layers)]
     return made
 
 
