@@ -84,6 +84,7 @@ _LATER = {
     "phi": ("PhiConfig", {}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "opt": ("OPTConfig", {"ffn_dim": 64}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64}),
     "hunyuan": ("HunYuanDenseV1Config", {}),
 }
 LATER = {

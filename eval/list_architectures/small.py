@@ -19,7 +19,7 @@ _SHAPE = {
 _BERT = {**_SHAPE, "is_decoder": True}
 _BART = {
     "d_model": 32,
-    "encoder_layers": 1,
+    "encoder_layers": 2,
     "encoder_ffn_dim": 64,
     "encoder_attention_heads": 4,
     "decoder_layers": 2,
@@ -30,7 +30,7 @@ _BART = {
     "forced_eos_token_id": None,
 }
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_BLT = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+_PART = {**_SHAPE, "num_hidden_layers": 1, "vocab_size": VOCAB}
 SETTINGS: dict[str, dict] = {
     **dict.fromkeys(
         (
@@ -45,10 +45,10 @@ SETTINGS: dict[str, dict] = {
             "RobertaPreLayerNormForCausalLM",
             "XLMRobertaForCausalLM",
             "XLMRobertaXLForCausalLM",
-            "XmodForCausalLM",
         ),
         _BERT,
     ),
+    "XmodForCausalLM": {**_BERT, "default_language": "en_XX"},
     "ElectraForCausalLM": {**_BERT, "embedding_size": 32},
     "RoFormerForCausalLM": {**_BERT, "embedding_size": 32},
     "RemBertForCausalLM": {**_BERT, "input_embedding_size": 16, "output_embedding_size": 24},
@@ -82,7 +82,13 @@ SETTINGS: dict[str, dict] = {
     },
     "WhisperForCausalLM": {**_BART, "max_target_positions": 128, "max_source_positions": 64},
     "BloomForCausalLM": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "BltForCausalLM": {},
+    "BltForCausalLM": {
+        "patcher_config": _PART,
+        "encoder_config": {**_PART, "hidden_size_global": 32},
+        "decoder_config": {**_PART, "hidden_size_global": 32},
+        "global_config": _PART,
+        "encoder_hash_byte_group_vocab": 97,
+    },
     "CodeGenForCausalLM": {**_GPT, "rotary_dim": 4, "n_ctx": 128},
     "GPTJForCausalLM": {**_GPT, "rotary_dim": 4},
     "OpenAIGPTLMHeadModel": _GPT,
@@ -100,7 +106,6 @@ SETTINGS: dict[str, dict] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_kv_heads": 2,
         "ffn_hidden_size": 64,
         "max_position_embeddings": 128,
         "alibi": True,
@@ -127,8 +132,18 @@ SETTINGS: dict[str, dict] = {
             "patch_size": 16,
         },
     },
-    "MossTranscribeDiarizeForConditionalGeneration": {},
-    "MptForCausalLM": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+    "MossTranscribeDiarizeForConditionalGeneration": {
+        "text_config": {**_SHAPE, **_IDS, "num_key_value_heads": 2, "head_dim": 8},
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_mel_bins": 16,
+        },
+        "audio_token_id": 63,
+    },
+    "MptForCausalLM": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "use_cache": True},
     "RecurrentGemmaForCausalLM": {
         "hidden_size": 32,
         "intermediate_size": 64,

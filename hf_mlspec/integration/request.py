@@ -117,7 +117,10 @@ def _check_mask(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dic
 
 def _check_cache(settings: GenerationConfig, model_kwargs: dict) -> None:
     if model_kwargs.get("use_cache") is False:
-        raise ValueError("use_cache=False with assistant_models: speculation needs the cache; leave use_cache out")
+        raise ValueError(
+            "use_cache=False with assistant_models: speculation needs the cache; leave use_cache out, or "
+            "pass use_cache=True where it is the model's own setting"
+        )
     kind = settings.cache_implementation
     if kind not in (None, "dynamic"):
         raise ValueError(
@@ -252,7 +255,8 @@ def max_positions(model: nn.Module) -> int | None:
     """Number of positions of the model, None if its config has no limit."""
     config = model.config.get_text_config()
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "yarn"
-    return known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
+    most = known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
+    return most if most is None or most > 0 else None  # XLNet says -1
 
 
 def sliding_window(model: nn.Module) -> int | None:

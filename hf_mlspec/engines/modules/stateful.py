@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from ..engine import Capabilities, Guess, Rows
 from .engine import ModuleEngine
-from .states import Kept, keeps_state, new_states, restored, state_argument
+from .states import (
+    Kept,
+    keeps_state,
+    new_states,
+    restored,
+    state_argument,
+    states_inside,
+    with_states_inside,
+)
 
 _MOST_COPIES = 4  # of one row's state; a level in the middle of a chain is taken back by several rounds
 
@@ -199,17 +207,20 @@ Forward = Callable[[Tensor, int, Any], tuple[Tensor, Any]]
 def state_forward(model: nn.Module) -> Forward:
     """The model's own forward as (tokens of the row `[1, n]`, how many the states hold, states) -> logits `[vocab]` of
     the last, states."""
-    takes = inspect.signature(model.forward).parameters
+    takes, places = inspect.signature(model.forward).parameters, states_inside(model)
     name = state_argument(model)
 
     def forward(tokens: Tensor, length: int, states: Any) -> tuple[Tensor, Any]:
-        options: dict[str, Any] = {name: new_states(model) if states is None else states}
+        states, inside = (new_states(model), [None] * len(places)) if states is None else states
+        options: dict[str, Any] = {name: states}
         if "position_ids" in takes:
             options["position_ids"] = torch.arange(length, tokens.shape[1], device=tokens.device)[None]
         if "logits_to_keep" in takes:
             options["logits_to_keep"] = 1
-        out = model(input_ids=tokens[:, length:], use_cache=True, return_dict=True, **options)
-        return out.logits[0, -1], getattr(out, name)
+        inside = list(inside)
+        with with_states_inside(places, inside):
+            out = model(input_ids=tokens[:, length:], use_cache=True, return_dict=True, **options)
+        return out.logits[0, -1], (getattr(out, name), inside)
 
     return forward
 

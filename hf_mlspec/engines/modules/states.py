@@ -10,7 +10,9 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
 _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
+_inside = threading.Lock()
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -74,13 +77,37 @@ def _masks_windows(kind: type) -> bool:
 
 def why_not_restored(model: nn.Module) -> str | None:
     """Why what a model keeps of a row cannot be copied and put back; None where it can."""
-    if state_argument(model) is None:
-        return f"its forward takes none of {', '.join(STATE_ARGUMENTS)}"
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():  # neither parameters nor buffers
-            if "state" in name.split("_")[-1] and (value is None or isinstance(value, Tensor)):
-                return f"{path}.{name} is in its modules, where the rows of a call cannot have one each"
-    return None
+    return None if state_argument(model) is not None else f"its forward takes none of {', '.join(STATE_ARGUMENTS)}"
+
+
+def states_inside(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Modules and the names of attributes, neither parameters nor buffers, in which they keep what belongs to a row
+    (RecurrentGemma)."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.split("_")[-1] in ("state", "states") and (value is None or isinstance(value, Tensor))
+    ]
+
+
+@contextmanager
+def with_states_inside(places: list[tuple[nn.Module, str]], values: list[Tensor | None]) -> Iterator[None]:
+    """Inside, modules hold the states of a row; afterwards `values` are what has become of them, and the modules are
+    as they were. One thread at a time is inside, where there are such places."""
+    if not places:
+        yield
+        return
+    with _inside:
+        before = [getattr(module, name) for module, name in places]
+        try:
+            for (module, name), value in zip(places, values, strict=True):
+                setattr(module, name, value)
+            yield
+            values[:] = [getattr(module, name) for module, name in places]
+        finally:
+            for (module, name), value in zip(places, before, strict=True):
+                setattr(module, name, value)
 
 
 def state_argument(model: nn.Module) -> str | None:
@@ -134,6 +161,8 @@ def restored(kept: Kept, now: Any) -> Any:
 def _restored(states: Any, now: Any) -> Any:
     if isinstance(states, dict) and any(isinstance(one, Cache) for one in states.values()):
         return {name: _restored(one, now[name]) for name, one in states.items()}
+    if isinstance(states, tuple):
+        return tuple(_restored(one, other) for one, other in zip(states, now, strict=True))
     if not isinstance(states, Cache):
         return _copied(states, [0], [0])
     made = copy.copy(states)
