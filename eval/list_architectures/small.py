@@ -102,16 +102,6 @@ SETTINGS: dict[str, dict] = {
         "prompt_types": 4,
         "segment_types": 4,
     },
-    "FalconForCausalLM": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 64,
-        "max_position_embeddings": 128,
-        "alibi": True,
-        "parallel_attn": False,
-        "multi_query": False,
-    },
     "GPTNeoForCausalLM": {
         "hidden_size": 32,
         "num_layers": 2,

@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
-from ..engines.modules.states import keeps_state, why_not_restored
+from ..engines.modules.states import attends_by_itself, keeps_state, why_no_cache, why_not_restored
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
@@ -201,6 +201,8 @@ def check_model(model: nn.Module, name: str) -> None:
             f"{name} ({kind}) keeps a state that can be neither copied nor put back: {reason}; transformers' own "
             "generate, without assistant_models, runs it"
         )
+    if attends_by_itself(model) and (reason := why_no_cache(model)) is not None:
+        raise ValueError(f"{name} ({kind}) gets no cache from transformers, whose generate does not run it: {reason}")
     if any([parameter.is_meta for parameter in walk.parameters]):
         raise ValueError(
             f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "

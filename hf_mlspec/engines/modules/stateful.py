@@ -220,7 +220,7 @@ def state_forward(model: nn.Module) -> Forward:
         inside = list(inside)
         with with_states_inside(places, inside):
             out = model(input_ids=tokens[:, length:], use_cache=True, return_dict=True, **options)
-        return out.logits[0, -1], (getattr(out, name), inside)
+        return out.logits[0, -1], (getattr(out, name, states), inside)
 
     return forward
 

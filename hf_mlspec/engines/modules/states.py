@@ -110,6 +110,15 @@ def with_states_inside(places: list[tuple[nn.Module, str]], values: list[Tensor 
                 setattr(module, name, value)
 
 
+def why_no_cache(model: nn.Module) -> str | None:
+    """What transformers says where it cannot make the cache of a model that runs row by row; None where it can."""
+    try:
+        new_states(model)
+    except Exception as error:  # whatever a config lacks
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def state_argument(model: nn.Module) -> str | None:
     """The argument of a model's forward that holds what it keeps of its rows."""
     takes = inspect.signature(model.forward).parameters
@@ -181,7 +190,7 @@ def _layer(old: Any, now: Any) -> Any:
 
 def _copied(value: Any, nbytes: list[int], grown: list[int]) -> Any:
     if isinstance(value, Tensor):
-        nbytes[0] += value.nbytes
+        nbytes[0] += value.nbytes if value.ndim else 0  # a number is no state
         return value.clone()
     if type(value) is DynamicLayer:
         return _length_of(value, grown)
