@@ -290,14 +290,22 @@ def test_a_head_of_another_width_is_refused():
     refused_by_both(model, "its lm_head has 32 columns, and its layers 64")
 
 
-def test_an_embedding_narrower_than_the_layers_goes_on_module_by_module(caplog):
-    model = random_model("opt", torch.float32, word_embed_proj_dim=32)
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}, "its embedding has 32 columns"),
+        ("falcon-every-head", {"alibi": True}, "its config says alibi=True"),
+        ("falcon-every-head", {"parallel_attn": False}, "its config says parallel_attn=False"),
+    ],
+)
+def test_what_no_decoder_reads_goes_on_module_by_module(caplog, name, options, said):
+    model = random_model(name, torch.float32, **options)
     prompt = torch.randint(3, 199, (1, 9), generator=torch.Generator().manual_seed(4))
     stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
     hf_mlspec.prepare(model)
     for levels in (None, [], ["prompt_lookup"]):
         assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20, assistant_models=levels), stock)
-    assert caplog.text.count("OPTForCausalLM runs module by module: its embedding has 32 columns") == 1
+    assert caplog.text.count(f"{type(model).__name__} runs module by module: {said}") == 1
 
 
 def test_positions_past_the_learned_ones_are_one_error():
