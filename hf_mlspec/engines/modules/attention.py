@@ -147,7 +147,7 @@ def attend(
     from_start = plan.uniform and plan.starts[0] == 0 and width > 1 and (sliding_window or end) >= end
     if from_start and softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     mask = plan.mask(sliding_window, groups, query)
     query = query.reshape(batch, kv_heads, groups * width, dim)
     if softcap is None and s_aux is None:
@@ -155,7 +155,7 @@ def attend(
     else:
         sinks = None if s_aux is None else s_aux.view(1, kv_heads, groups, 1).expand(batch, -1, -1, width)
         out = _attend_by_hand(query, key, value, mask, scaling, softcap, sinks)
-    return out.reshape(batch, heads, width, -1).transpose(1, 2), None
+    return out.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None  # some classes take views of it
 
 
 def _window(module) -> int | None:

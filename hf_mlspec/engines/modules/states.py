@@ -40,9 +40,14 @@ def keeps_state(model: nn.Module) -> bool:
 
 
 def row_by_row(model: nn.Module) -> bool:
-    """Whether each row of a model takes forward passes of its own: it keeps a state, its attention is its own, or its
-    cache alone knows a window."""
-    return keeps_state(model) or attends_by_itself(model) or only_the_cache_has_windows(model)
+    """Whether each row of a model takes forward passes of its own: it keeps a state, its attention is its own or sees
+    chunks, or its cache alone knows a window."""
+    return keeps_state(model) or attends_by_itself(model) or _sees_chunks(model) or only_the_cache_has_windows(model)
+
+
+def _sees_chunks(model: nn.Module) -> bool:
+    """Whether some layers see the tokens of their own chunk alone (Llama 4), which the masks of lanes do not hide."""
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 def attends_by_itself(model: nn.Module) -> bool:
