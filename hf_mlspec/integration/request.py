@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
-from ..engines.modules.states import attends_by_itself, keeps_state, why_no_cache, why_not_restored
+from ..engines.modules.states import why_not_row_by_row
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
@@ -196,13 +196,8 @@ def check_model(model: nn.Module, name: str) -> None:
             f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language "
             "model, or one that can be both with is_decoder=True"
         )
-    if keeps_state(model) and (reason := why_not_restored(model)) is not None:
-        raise ValueError(
-            f"{name} ({kind}) keeps a state that can be neither copied nor put back: {reason}; transformers' own "
-            "generate, without assistant_models, runs it"
-        )
-    if attends_by_itself(model) and (reason := why_no_cache(model)) is not None:
-        raise ValueError(f"{name} ({kind}) gets no cache from transformers, whose generate does not run it: {reason}")
+    if (reason := why_not_row_by_row(model)) is not None:
+        raise ValueError(f"{name} ({kind}) {reason}")
     if any([parameter.is_meta for parameter in walk.parameters]):
         raise ValueError(
             f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "

@@ -58,7 +58,9 @@ def test_chunks():
     chunks = {"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}
     ids = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     torch.manual_seed(0)
-    config = transformers.Llama4TextConfig(**shape, **heads, **chunks, **ids, no_rope_layers=[1, 0], initializer_range=0.3)
+    config = transformers.Llama4TextConfig(
+        **shape, **heads, **chunks, **ids, no_rope_layers=[1, 0], initializer_range=0.3
+    )
     target, inputs = AutoModelForCausalLM.from_config(config).eval(), prompts(LENGTHS)
     written = alone(target, inputs, max_new_tokens=NEW)
     for levels in ([], ["prompt_lookup"], ["early_exit:1"]):

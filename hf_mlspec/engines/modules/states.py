@@ -80,9 +80,22 @@ def _masks_windows(kind: type) -> bool:
     return any("sliding_window" in name for base in own for name in vars(sys.modules[base.__module__]))
 
 
-def why_not_restored(model: nn.Module) -> str | None:
-    """Why what a model keeps of a row cannot be copied and put back; None where it can."""
-    return None if state_argument(model) is not None else f"its forward takes none of {', '.join(STATE_ARGUMENTS)}"
+def why_not_row_by_row(model: nn.Module) -> str | None:
+    """Why a model that needs a forward pass for each row cannot have it; None where it can, or needs none."""
+    if keeps_state(model):
+        takes = ", ".join(STATE_ARGUMENTS)
+        return None if state_argument(model) is not None else (
+            f"keeps a state that can be neither copied nor put back: its forward takes none of {takes}; transformers' "
+            "own generate, without assistant_models, runs it"
+        )
+    if not attends_by_itself(model):
+        return None
+    try:
+        new_states(model)
+    except Exception as error:  # whatever its config lacks
+        said = f"{type(error).__name__}: {error}"
+        return f"gets no cache from transformers, whose generate does not run it: {said}"
+    return None
 
 
 def states_inside(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -113,15 +126,6 @@ def with_states_inside(places: list[tuple[nn.Module, str]], values: list[Tensor 
         finally:
             for (module, name), value in zip(places, before, strict=True):
                 setattr(module, name, value)
-
-
-def why_no_cache(model: nn.Module) -> str | None:
-    """What transformers says where it cannot make the cache of a model that runs row by row; None where it can."""
-    try:
-        new_states(model)
-    except Exception as error:  # whatever a config lacks
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def state_argument(model: nn.Module) -> str | None:
