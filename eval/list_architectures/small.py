@@ -102,6 +102,7 @@ SETTINGS: dict[str, dict] = {
         "prompt_types": 4,
         "segment_types": 4,
     },
+    "DogeForCausalLM": {**_SHAPE, "num_key_value_heads": 2, "keep_window_size": 8},
     "GPTNeoForCausalLM": {
         "hidden_size": 32,
         "num_layers": 2,

@@ -23,6 +23,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
 _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
+# Classes behind the interface whose attention is given more than it takes: a mask of its own, blocks of keys.
+_ADD_TERMS = ("DogeForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
 _inside = threading.Lock()
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
 
@@ -52,10 +54,11 @@ def _sees_chunks(model: nn.Module) -> bool:
 
 def attends_by_itself(model: nn.Module) -> bool:
     """Whether rows of different lengths cannot share a forward pass, because its attention is not behind transformers'
-    interface, or its forward takes no position ids (nor the one that a hook put in its place)."""
+    interface or is given more than that has, or its forward takes no position ids (nor one that a hook put there)."""
     own = vars(model).get("forward")
     takes = _arguments(type(model).forward) if own is None else inspect.signature(own).parameters
-    return not model._supports_attention_backend or "position_ids" not in takes
+    more = any(base.__name__ in _ADD_TERMS for base in type(model).__mro__)
+    return more or not model._supports_attention_backend or "position_ids" not in takes
 
 
 @functools.lru_cache(maxsize=64)
