@@ -117,6 +117,16 @@ _LATER = {
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "phi": ("PhiConfig", {}),
     "gpt-neox": ("GPTNeoXConfig", {}),
+    "falcon": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 172, "bias": True},
+    ),
+    "falcon-one-norm": (
+        "FalconConfig",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-one-key-head": ("FalconConfig", {"multi_query": True}),
+    "falcon-every-head": ("FalconConfig", {"multi_query": False}),
     "opt": ("OPTConfig", {"ffn_dim": 176, "activation_function": "gelu"}),
     "biogpt": ("BioGptConfig", {}),
     "bigcode": ("GPTBigCodeConfig", {"n_inner": 176}),

@@ -84,10 +84,36 @@ _LATER = {
     "phi": ("PhiConfig", {}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "opt": ("OPTConfig", {"ffn_dim": 64}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 64}),
     "hunyuan": ("HunYuanDenseV1Config", {}),
 }
 LATER = {
     name: (getattr(transformers, kind), own) for name, (kind, own) in _LATER.items() if hasattr(transformers, kind)
+}
+_WINDOW = {"sliding_window": 8}
+_HALF = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# Kinds and options of models of whose layers some see a window, or whose config at least names one.
+MODELS_WITH_WINDOWS = {
+    "llama, a window in its config alone": ("llama", _WINDOW),
+    "qwen2, none used": ("qwen2", {**_WINDOW, "use_sliding_window": False}),
+    "qwen2, the second layer": ("qwen2", {**_WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "mistral": ("mistral", _WINDOW),
+    "phi3": ("phi3", _WINDOW),
+    "gemma2": ("gemma2", _HALF),
+    "gemma3": ("gemma3", _HALF),
+    "mixtral": ("mixtral", _WINDOW),
+    **{
+        name: pair
+        for name, pair in {
+            "granite, a window in its config alone": ("granite", _WINDOW),
+            "starcoder2": ("starcoder2", _WINDOW),
+            "cohere2": ("cohere2", _HALF),
+            "exaone4": ("exaone4", _HALF),
+            "olmo3": ("olmo3", _HALF),
+            "smollm3": ("smollm3", {**_HALF, "use_sliding_window": True}),
+        }.items()
+        if pair[0] in LATER
+    },
 }
 _GPT2_SHAPE = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 

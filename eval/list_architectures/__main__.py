@@ -2,14 +2,16 @@
 
 python -m eval.list_architectures --write docs/guide/architectures.md
 
-A class with a description is compiled, on a CPU and on a GPU where no field of it says otherwise; of every other class
-a small model is made on the meta device and asked what a chain needs: ids in and logits out, and rows at positions of
-their own, or a state that can be copied. No weights are read, no token is computed.
+A class with a description is compiled, on a CPU and on a GPU where no field of it says otherwise. Of a class in
+`small.SETTINGS` a small random model is run: chains over four rows have to write what transformers' generate writes of
+each, or the program ends with the name of the class. Of every other class a model is made on the meta device and asked
+what a chain needs: ids in and logits out, and rows at positions of their own, or a state that can be copied.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,14 +22,19 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN
 from hf_mlspec.engines.architecture.description import not_served
+from hf_mlspec.engines.modules.states import keeps_state
 from hf_mlspec.integration.request import check_model
+
+from .small import PAD, SETTINGS, VOCAB, small
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADER = ("Class", "Alone", "Chain", "Why not faster")
 COMPILED, ON_THE_CPU, ON_A_GPU = "compiled", "compiled on the CPU", "compiled on a GPU"
 BY_MODULE, REFUSED = "module by module", "refused"
+LENGTHS, NEW, CHAINS = (12, 9, 5, 1), 20, ([], ["prompt_lookup"], ["mxfp4"])
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
@@ -64,6 +71,42 @@ def described(name: str) -> Row | None:
     return Row(name, COMPILED, COMPILED, "")
 
 
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask int64 `[4, 12]` of rows of mixed lengths, padded on the left."""
+    ids = torch.randint(3, VOCAB, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    mask = torch.stack([torch.arange(max(LENGTHS)) >= max(LENGTHS) - length for length in LENGTHS]).long()
+    return torch.where(mask.bool(), ids, PAD), mask
+
+
+def ran(name: str, kind: str) -> Row:
+    """The row of a class of SETTINGS without a description. RuntimeError where a chain or a prepared model writes
+    other ids than transformers does of each prompt alone."""
+    model = small(name, kind)
+    try:
+        check_model(model, "it")
+    except (TypeError, ValueError) as error:
+        return Row(name, "stock", REFUSED, _said(str(error), name))
+    ids, mask = prompts()
+    how = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+    stock = [
+        # A copy, because some classes leave a state behind in their modules.
+        copy.deepcopy(model).generate(ids[r : r + 1, -length:], attention_mask=mask[r : r + 1, -length:], **how)[0]
+        for r, length in enumerate(LENGTHS)
+    ]
+    for levels in (*CHAINS, None):
+        given = {"assistant_models": levels, "speculation_config": {"num_draft_tokens": 4}}
+        if levels is None:
+            given = {}
+            hf_mlspec.prepare(model)
+        found = model.generate(ids, attention_mask=mask, **how, **given)
+        for row, own in zip(found, stock, strict=True):
+            if not torch.equal(row[-len(own) :], own):
+                raise RuntimeError(f"{name} writes other ids with {levels} than transformers without")
+    why = "a state" if keeps_state(model) else "an attention of its own"
+    both = ", as a decoder (`is_decoder=True`)" if SETTINGS[name].get("is_decoder") else ""
+    return Row(name, BY_MODULE, BY_MODULE, f"row by row, for {why}{both}")
+
+
 def asked(name: str, kind: str) -> Row:
     """The row of a class without one."""
     try:
@@ -95,7 +138,7 @@ def _said(error: str, name: str) -> str:
 
 def rows() -> Iterator[Row]:
     for name, kind in classes().items():
-        yield described(name) or asked(name, kind)
+        yield described(name) or (ran if name in SETTINGS else asked)(name, kind)
 
 
 def table(found: list[Row]) -> str:

@@ -25,7 +25,7 @@ from ..integration.stream.prompts import PREFILL_CHUNK
 from ..ops.compiled_decoder import has_compiled_decoder
 from ..precision import Precision
 from ..routing.plane_budget import TOP_PLANES
-from ..routing.plane_loader import SLOTS
+from ..routing.plane_slots import SLOTS
 from ..routing.router import WIDTHS
 from .inspect import run_inspect
 from .serve import SERVER_PACKAGES

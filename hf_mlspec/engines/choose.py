@@ -22,7 +22,7 @@ from .cuda.engine import CudaEngine
 from .engine import Engine
 from .modules.engine import ModuleEngine, bare_forward
 from .modules.stateful import StatefulEngine
-from .modules.states import keeps_state
+from .modules.states import row_by_row
 
 ENGINES = ("modules", "cpu", "cuda")
 _DECODERS = {"cpu": CpuDecoder, "cuda": CudaDecoder}
@@ -55,7 +55,7 @@ def engine_of(
         decoder = None if word == "modules" else _decoder(model, state, word, word in (name, state.engine))
     if decoder is not None:
         return _OVER_DECODERS[word](model, decoder, capacity=capacity, num_positions=num_positions)
-    made = StatefulEngine if keeps_state(model) else ModuleEngine
+    made = StatefulEngine if row_by_row(model) else ModuleEngine
     return made(
         model,
         forward=bare_forward(model),

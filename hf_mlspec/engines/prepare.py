@@ -22,9 +22,9 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
     call.
 
     Returns the model. No weight is copied; for the engine "cuda" the weights of q, k, v and of gate, up become views
-    of one tensor. Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), Phi-3, Mixtral, Qwen2-MoE, Qwen3-MoE and
-    OLMoE run as one compiled call per step, on a GPU as kernels that fit into a CUDA graph. Of other architectures
-    each linear runs through its kernel, with one warning. From then on plain `model.generate` (greedy and sampling)
+    of one tensor. The classes that docs/guide/architectures.md calls compiled run as one compiled call per step, on a
+    GPU as kernels that fit into a CUDA graph. Of other architectures each linear runs through its kernel, with one
+    warning. From then on plain `model.generate` (greedy and sampling)
     also decodes this way; an unsupported call runs in transformers' own loop, with one warning. Later changes of the
     weights or the PrecisionSwitch are detected, except through `.data`: a cast is not made again (it drafts worse, no
     token changes), and on a GPU norms and biases go unnoticed. A deep copy is not prepared.

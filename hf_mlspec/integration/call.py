@@ -19,7 +19,7 @@ from transformers.generation import (
 
 from ..engines.built import walking_once
 from ..engines.modules.attention import ragged_attention_on
-from ..engines.modules.states import keeps_state
+from ..engines.modules.states import row_by_row
 from ..engines.rows import require_memory
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
@@ -163,7 +163,7 @@ def check(model: PreTrainedModel, call: Call) -> Prompts:
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
-    if keeps_state(model):
+    if row_by_row(model):
         check_no_states(model, call.model_kwargs, call.keep_cache)
     elif call.tokens_given:
         check_given(model, call.model_kwargs["past_key_values"], prompts)

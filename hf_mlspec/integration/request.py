@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import re
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
-from ..engines.modules.states import keeps_state, why_not_restored
+from ..engines.modules.states import why_not_row_by_row
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
@@ -27,6 +25,7 @@ _STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 # Settings that ask for another way of decoding.
 OTHER_DECODING = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
+_OTHER_SEQUENCE = re.compile("cross|encoder_attn")  # places of attention to another sequence
 # Arguments of a plain generate call that our loop serves as stock generate would; a prepared model takes it then.
 _SERVED = {
     "inputs", "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria", "streamer",
@@ -146,7 +145,10 @@ def _check_mask(input_ids: Tensor, settings: GenerationConfig, model_kwargs: dic
 
 def _check_cache(settings: GenerationConfig, model_kwargs: dict) -> None:
     if model_kwargs.get("use_cache") is False:
-        raise ValueError("use_cache=False with assistant_models: speculation needs the cache; leave use_cache out")
+        raise ValueError(
+            "use_cache=False with assistant_models: speculation needs the cache; leave use_cache out, or "
+            "pass use_cache=True where it is the model's own setting"
+        )
     kind = settings.cache_implementation
     if kind not in (None, "dynamic"):
         raise ValueError(
@@ -216,24 +218,14 @@ def check_model(model: nn.Module, name: str) -> None:
         raise ValueError(f"{name} ({kind}) is an encoder-decoder model; levels and targets are decoder-only models")
     if not isinstance(model, GenerationMixin) or not model.can_generate() or model.get_output_embeddings() is None:
         raise TypeError(f"{name} ({kind}) is no causal language model: load it with AutoModelForCausalLM")
-    config = model.config.get_text_config()
     walk = walk_of(model)
-    told = [own["is_causal"] for own in map(vars, walk.modules) if "is_causal" in own]
-    if config is model.config and any([one is False for one in told]):
+    if _sees_later_tokens(model, walk.modules):
         raise TypeError(
-            f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language model"
+            f"{name} ({kind}) is an encoder: each of its tokens sees those after it; load a causal language "
+            "model, or one that can be both with is_decoder=True"
         )
-    stateful = keeps_state(model)
-    if stateful and (reason := why_not_restored(model)) is not None:
-        raise ValueError(
-            f"{name} ({kind}) keeps a state that can be neither copied nor put back: {reason}; transformers' own "
-            "generate, without assistant_models, runs it"
-        )
-    if not stateful and (not model._supports_attention_backend or not _takes_positions(model)):
-        raise ValueError(
-            f"{name} ({kind}) has an attention of its own, without transformers' attention interface and "
-            "position ids, so rows of different lengths cannot share a batch"
-        )
+    if (reason := why_not_row_by_row(model)) is not None:
+        raise ValueError(f"{name} ({kind}) {reason}")
     if any([parameter.is_meta for parameter in walk.parameters]):
         raise ValueError(
             f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
@@ -241,15 +233,23 @@ def check_model(model: nn.Module, name: str) -> None:
         )
 
 
-def _takes_positions(model: nn.Module) -> bool:
-    """Whether its forward takes position ids, or the one that a hook put in its place."""
-    own = vars(model).get("forward")
-    return "position_ids" in (_arguments(type(model).forward) if own is None else inspect.signature(own).parameters)
-
-
-@functools.lru_cache(maxsize=64)
-def _arguments(function: Callable) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _sees_later_tokens(model: PreTrainedModel, modules: list[nn.Module]) -> bool:
+    """Whether an attention of a text model is not causal: its config says that it is no decoder, or an attention says
+    it that is neither to another sequence nor of another model inside."""
+    config = model.config
+    if config.get_text_config() is not config or getattr(config, "is_decoder", False):
+        return False
+    own = list(map(vars, modules))
+    if getattr(config, "is_decoder", None) is False and any([one.get("is_decoder") is False for one in own]):
+        return True
+    if not any([one.get("is_causal") is False for one in own]):
+        return False
+    return any(
+        getattr(module, "is_causal", None) is False
+        and not _OTHER_SEQUENCE.search(path)
+        and getattr(module, "config", config) is config
+        for path, module in model.named_modules()
+    )
 
 
 def check_device(model: nn.Module, name: str, device: torch.device) -> None:
@@ -280,7 +280,8 @@ def max_positions(model: nn.Module) -> int | None:
     """Number of positions of the model, None if its config has no limit."""
     config = model.config.get_text_config()
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "yarn"
-    return known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
+    most = known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
+    return most if most is None or most > 0 else None  # XLNet says -1
 
 
 def sliding_window(model: nn.Module) -> int | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..engines.modules.states import STATE_ARGUMENTS, Kept
+from ..engines.modules.states import STATE_ARGUMENTS, Kept, keeps_state
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
@@ -44,11 +44,12 @@ def check_given(model: PreTrainedModel, given: DynamicCache | None, prompts: Pro
 
 
 def check_no_states(model: PreTrainedModel, model_kwargs: dict, own: bool) -> None:
-    """Raise ValueError for a user's cache of a model that keeps a state; own: whether there is one, filled or not."""
+    """Raise ValueError for a user's cache of a model that runs row by row; own: whether it is one, filled or not."""
+    what = "keeps a state" if keeps_state(model) else "runs row by row, over caches"
     for name in STATE_ARGUMENTS:
         if model_kwargs.get(name) is not None and (own or Kept.of(model_kwargs[name], 0).whole_bytes):
             raise ValueError(
-                f"{name} was given, and {type(model).__name__} keeps a state that this loop neither takes over nor "
+                f"{name} was given, and {type(model).__name__} {what} that this loop neither takes over nor "
                 f"returns: leave out {name} and pass the whole prompt"
             )
 

@@ -122,6 +122,11 @@ _DENSE_OPS = {
 }
 
 
+_ALIKE = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+
+
 def is_dense(module: nn.Module) -> bool:
-    """Whether a module is nn.Linear, prepared or not; another subclass computes something else."""
-    return type(module) in (nn.Linear, KernelLinear)
+    """Whether a module is nn.Linear, prepared or not, or known to compute the same; another subclass may compute
+    something else."""
+    kind = type(module)
+    return kind in (nn.Linear, KernelLinear) or f"{kind.__module__}.{kind.__name__}" in _ALIKE

@@ -82,6 +82,7 @@ def without(places: dict[str, str], *names: str) -> dict[str, str]:
 
 CAP_OF_LOGITS = {"final_logit_softcapping": 3.0}
 CAPS = {"attn_logit_softcapping": 2.0, **CAP_OF_LOGITS}
+FULL = {"layer_types": ["full_attention"] * 3}
 CHANGES: dict[str, tuple[str, dict, Callable[[Description], Description]]] = {
     "llama, 1 + weight": ("llama", {}, lambda d: replace(d, norm="rms plus one")),
     "llama, norms swapped": ("llama", {}, lambda d: replace(d, norms=swapped(d.norms, "attention", "mlp"))),
@@ -92,8 +93,8 @@ CHANGES: dict[str, tuple[str, dict, Callable[[Description], Description]]] = {
     "llama, head": ("llama", {}, lambda d: replace(d, head="model.embed_tokens_as_linear")),
     "llama, a cap": ("llama", {"more": 1.0}, lambda d: replace(d, logit_softcap="more")),
     "llama, scale of attention": ("llama", {}, lambda d: replace(d, attention_scale="attention_dropout")),
-    "mistral, no windows": ("mistral", {}, lambda d: replace(d, windows="none")),
-    "phi3, no windows": ("phi3", {"sliding_window": 9}, lambda d: replace(d, windows="none")),
+    "mistral, windows": ("mistral", FULL, lambda d: replace(d, windows="by layer type")),
+    "phi3, windows": ("phi3", {"sliding_window": 9, **FULL}, lambda d: replace(d, windows="by layer type")),
     "qwen2, windows": ("qwen2-windows", {}, lambda d: replace(d, windows="every layer")),
     "qwen3, no norms of heads": ("qwen3", {}, lambda d: replace(d, norms=without(d.norms, "q", "k"))),
     "gemma2, weight": ("gemma2", {}, lambda d: replace(d, norm="rms")),
@@ -114,7 +115,7 @@ CHANGES: dict[str, tuple[str, dict, Callable[[Description], Description]]] = {
         lambda d: replace(d, norms={"attention": d.norms["attention_out"], "mlp": d.norms["mlp_out"]}),
     ),
     "olmo2, no norms of heads": ("olmo2", {}, lambda d: replace(d, norms=without(d.norms, "q", "k"))),
-    "olmo3, no windows": ("olmo3", {}, lambda d: replace(d, windows="none")),
+    "olmo3, windows": ("olmo3", {}, lambda d: replace(d, windows="every layer")),
     "olmo, mean": ("olmo", {}, lambda d: replace(d, norm="rms")),
     "granite, embeddings": ("granite", {}, lambda d: replace(d, embedding_multiplier=None)),
     "granite, residuals": ("granite", {}, lambda d: replace(d, residual_scale=None)),
@@ -137,6 +138,12 @@ CHANGES: dict[str, tuple[str, dict, Callable[[Description], Description]]] = {
         lambda d: replace(d, linears={**without(d.linears, "qkv_by_head"), "qkv": d.linears["qkv_by_head"]}),
     ),
     "neox, norms swapped": ("gpt-neox", {}, lambda d: replace(d, norms=swapped(d.norms, "attention", "mlp"))),
+    "falcon, norms swapped": ("falcon", {}, lambda d: replace(d, norms=swapped(d.norms, "attention", "mlp"))),
+    "falcon, heads": (
+        "falcon",
+        {},
+        lambda d: replace(d, linears={**without(d.linears, "qkv_by_head"), "qkv": d.linears["qkv_by_head"]}),
+    ),
     "opt, offset": ("opt", {}, lambda d: replace(d, position_offset=1)),
     "biogpt, eps": ("biogpt", {}, lambda d: replace(d, norm_eps=0.5)),
     "biogpt, scale": ("biogpt", {}, lambda d: replace(d, embedding_scale="none")),
@@ -157,8 +164,8 @@ def test_what_an_entry_says_is_what_the_class_does(describe, name, options, chan
 
 STRAY = {
     "a cap in a Gemma 3": ("gemma3", {"attn_logit_softcapping": 1.0}),
-    "kinds of layers in a Mistral": ("mistral", {"layer_types": ["full_attention"] * 3}),
-    "kinds of layers in a Phi-3": ("phi3", {"sliding_window": 9, "layer_types": ["full_attention"] * 3}),
+    "kinds of layers in a Mistral": ("mistral", FULL),
+    "kinds of layers in a Phi-3": ("phi3", {"sliding_window": 9, **FULL}),
     "another activation in a Llama": ("llama", {"hidden_activation": "relu"}),
     "a cap of logits in a Qwen3": ("qwen3", {"final_logit_softcapping": 1.0}),
 }
@@ -169,15 +176,6 @@ def test_what_a_class_does_not_read_in_its_config_no_decoder_does(name, options)
     model = random_model(name, torch.float32, **options)
     assert max(differences(model)) < 1e-4
     prompt = torch.randint(3, 199, (1, 14), generator=torch.Generator().manual_seed(4))
-    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
-    hf_mlspec.prepare(model)
-    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
-
-
-def test_a_window_that_only_the_cache_of_a_class_knows_is_kept():
-    """Llama's layers read none; generate windows one whose config has it, for its cache does."""
-    model = random_model("llama", torch.float32, sliding_window=5)
-    prompt = torch.randint(3, 199, (1, 3), generator=torch.Generator().manual_seed(4))
     stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
     hf_mlspec.prepare(model)
     assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
@@ -282,8 +280,42 @@ def test_a_config_that_asks_for_what_a_description_leaves_out_is_refused_by_its_
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True, and the compiled decoder has none"),
         ("gpt-neox", {"use_parallel_residual": False}, "use_parallel_residual=False, and the compiled decoder takes"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False, and the compiled decoder takes True"),
+        ("opt", {"word_embed_proj_dim": 32}, "its embedding has 32 columns, and its layers 64"),
+        ("falcon", {"alibi": True}, "alibi=True, and the compiled decoder has none"),
+        ("falcon-every-head", {"parallel_attn": False}, "parallel_attn=False, and the compiled decoder takes True"),
+        ("llama", {"sliding_window": 8}, "sliding_window=8: its cache forgets what is further back"),
     ):
         refused_by_both(random_model(name, torch.float32, **options), said, exactly=False)
+
+
+def test_a_table_of_positions_in_another_dtype_is_refused():
+    model = random_model("opt", torch.float32)
+    model.model.decoder.embed_positions.bfloat16()
+    refused_by_both(model, "its embedding of positions is torch.bfloat16, and that of tokens torch.float32")
+
+
+def test_a_head_of_another_width_is_refused():
+    model = random_model("opt", torch.float32)
+    model.lm_head = nn.Linear(32, 199, bias=False).eval()
+    refused_by_both(model, "its lm_head has 32 columns, and its layers 64")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}, "its embedding has 32 columns"),
+        ("falcon-every-head", {"alibi": True}, "its config says alibi=True"),
+        ("falcon-every-head", {"parallel_attn": False}, "its config says parallel_attn=False"),
+    ],
+)
+def test_what_no_decoder_reads_goes_on_module_by_module(caplog, name, options, said):
+    model = random_model(name, torch.float32, **options)
+    prompt = torch.randint(3, 199, (1, 9), generator=torch.Generator().manual_seed(4))
+    stock = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    hf_mlspec.prepare(model)
+    for levels in (None, [], ["prompt_lookup"]):
+        assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20, assistant_models=levels), stock)
+    assert caplog.text.count(f"{type(model).__name__} runs module by module: {said}") == 1
 
 
 def test_positions_past_the_learned_ones_are_one_error():

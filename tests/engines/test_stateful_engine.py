@@ -160,11 +160,11 @@ def test_a_copy_is_not_what_comes_of_its_states():
     model = hybrid("Qwen3_5ForCausalLM")
     engine = started(model)
     engine.feed([ROW])
-    states = engine.cache.rows[0].states
+    states, _ = engine.cache.rows[0].states
     kept = Kept.of(states, len(ROW))
     before = [tensor.clone() for layer in states.layers[:1] for tensor in layer.recurrent_states.values()]
     engine.feed([[*ROW, 3]])
-    back = restored(kept, engine.cache.rows[0].states)
+    back = restored(kept, engine.cache.rows[0].states[0])
     assert torch.equal(back.layers[0].recurrent_states[0], before[0])
     assert back.layers[1].keys.shape[2] == len(ROW)
     assert 0 < kept.nbytes < kept.whole_bytes

@@ -36,9 +36,12 @@ def t5():
     return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64))
 
 
-def griffin():
+def forgetful():
+    """A model that keeps a state, whose forward somebody replaced by one that takes none."""
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=64, lru_width=32, **shape))
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(vocab_size=64, lru_width=32, **shape))
+    model.forward = lambda input_ids=None: None
+    return model
 
 
 def offloaded():
@@ -95,7 +98,7 @@ MODELS = {
     "an encoder": (bert, TypeError, r"level 0 .*BertModel.* is no causal language model.*AutoModelForCausalLM"),
     "an encoder with a head": (lambda: bert(BertLMHeadModel), TypeError, r"BertLMHeadModel\) is an encoder"),
     "an encoder-decoder": (t5, ValueError, r"level 0 .*encoder-decoder model; .*decoder-only"),
-    "a state in modules": (griffin, ValueError, r"keeps a state that can be neither copied"),
+    "a state that no call hands over": (forgetful, ValueError, r"keeps a state that can be neither copied"),
     "weights elsewhere": (offloaded, ValueError, r"meta device.*load it onto"),
     "another vocabulary": (
         lambda: tiny(vocab_size=300),
@@ -122,7 +125,7 @@ def test_models_as_levels(name):
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
-    [(t5, ValueError, "the target .*encoder-decoder"), (griffin, ValueError, "the target .*neither copied nor")],
+    [(t5, ValueError, "the target .*encoder-decoder"), (forgetful, ValueError, "the target .*neither copied nor")],
     ids=["T5", "RecurrentGemma"],
 )
 def test_targets(make, error, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -147,11 +148,23 @@ def test_stock_assisted_decoding_stays_refused():
         model.generate(**ragged(), assistant_model=tiny(), max_new_tokens=3)
 
 
-def test_a_state_in_the_modules_is_refused_by_name():
+@pytest.mark.parametrize("levels", [["prompt_lookup"], ["mxfp4"]], ids=str)
+def test_states_in_the_modules_are_each_rows_own(levels):
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = RecurrentGemma(RecurrentGemmaConfig(vocab_size=VOCAB, lru_width=32, **shape)).eval()
-    with pytest.raises(ValueError, match=r"neither copied nor put back: .*state is in its modules"):
-        written(model, [])
+    torch.manual_seed(0)
+    config = RecurrentGemmaConfig(vocab_size=VOCAB, lru_width=32, attention_window_size=8, **shape)
+    model = RecurrentGemma(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.ndim > 1 else parameter
+    inputs, found = ragged(), written(model, levels)
+    assert all(block.conv1d_state is None for block in model.modules() if hasattr(block, "conv1d_state"))
+    for r, length in enumerate(LENGTHS):
+        row = {"input_ids": inputs["input_ids"][r : r + 1, -length:], "attention_mask": torch.ones(1, length).long()}
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+        stock = copy.deepcopy(model).generate(**row, **settings)  # it leaves its states behind
+        assert torch.equal(found[r, max(LENGTHS) :], stock[0, length:])
+    assert len(set(found[:, max(LENGTHS) :].flatten().tolist())) > 4
 
 
 @pytest.fixture(scope="module")

@@ -120,8 +120,8 @@ class Description:
     "halves of single columns": halves, where they hold each once (gpt-oss).
     layers_without_rotary: the config entry with a flag per layer, which is true where a layer rotates (SmolLM3), or
     "those without a window", of a model with windows (EXAONE 4, Cohere 2).
-    windows: config.sliding_window applies in no layer, in every layer (Mistral), or "by layer type": where
-    config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
+    windows: masks of the class apply config.sliding_window in no layer, in every layer (Mistral), or "by layer
+    type": where config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
     sinks: the place in a layer of a logit per head that is part of the softmax, and has no value (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma). embedding_multiplier: a config entry (Granite).

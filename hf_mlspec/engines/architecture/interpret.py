@@ -39,6 +39,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     require_known(model, device, decoder)
     config, entry = model.config, _described(model)
     table = _part(model, entry.embedding)
+    _require_width(config, table.embedding_dim, "embedding")
     if not isinstance(table, NestedEmbedding):
         require_format(table.weight, "embedding")
         table = table.weight.detach()
@@ -53,14 +54,27 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         _require_sizes(sizes, block, index)
         _require_head_norms(entry, sizes, block, index)
     final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
+    _require_width(config, linear_shape(head, "lm_head")[0], "lm_head")
     scale = logit_scale(entry, config, head)
     rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
     rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, COLUMNS[entry.rotation])
-    positions = None
-    if entry.position_embedding is not None:
-        positions = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
-        require_format(positions, "embedding of positions")
+    positions = None if entry.position_embedding is None else _positions(entry, model, table.dtype)
     return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
+
+
+def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The rows that are added to embeddings of this dtype."""
+    table = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
+    _require_width(model.config, table.shape[1], "embedding of positions")
+    if table.dtype != dtype:
+        raise UnknownArchitecture(f"its embedding of positions is {table.dtype}, and that of tokens {dtype}")
+    require_format(table, "embedding of positions")
+    return table
+
+
+def _require_width(config, width: int, name: str) -> None:
+    if width != config.hidden_size:
+        raise UnknownArchitecture(f"its {name} has {width} columns, and its layers {config.hidden_size}")
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
@@ -118,6 +132,10 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         said = getattr(model.config, name, None)
         if bool(said) != wanted:
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
+    window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
+    if entry.windows == "none" and window and "sliding_attention" in (kinds or ("sliding_attention",)):
+        said = "its cache forgets what is further back, and its attention hides nothing"
+        raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)

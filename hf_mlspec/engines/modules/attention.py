@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import keeps_state
+from .states import row_by_row
 
 ATTENTION = "mlspec_ragged"
 _running = threading.local()
@@ -77,10 +77,10 @@ def planned(plan: Plan):
 def ragged_attention_on(models: list):
     """Inside, the attention of these models reads the plan; whatever happens, they leave as they came.
 
-    Several threads may be inside with one model; the last one out restores it. A model that keeps a state runs one
-    row at a time, with the attention it came with.
+    Several threads may be inside with one model; the last one out restores it. A model that runs one row at a time
+    does so with the attention it came with.
     """
-    models = [model for model in models if not keeps_state(model)]
+    models = [model for model in models if not row_by_row(model)]
     places: list = list({id(c): c for c in (model.config.get_text_config() for model in models)}.values())
     if any(model.device.type == "cuda" for model in models):
         places.append(_CudnnAttention)
@@ -147,7 +147,7 @@ def attend(
     from_start = plan.uniform and plan.starts[0] == 0 and width > 1 and (sliding_window or end) >= end
     if from_start and softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     mask = plan.mask(sliding_window, groups, query)
     query = query.reshape(batch, kv_heads, groups * width, dim)
     if softcap is None and s_aux is None:
@@ -155,7 +155,7 @@ def attend(
     else:
         sinks = None if s_aux is None else s_aux.view(1, kv_heads, groups, 1).expand(batch, -1, -1, width)
         out = _attend_by_hand(query, key, value, mask, scaling, softcap, sinks)
-    return out.reshape(batch, heads, width, -1).transpose(1, 2), None
+    return out.reshape(batch, heads, width, -1).transpose(1, 2).contiguous(), None  # some classes take views of it
 
 
 def _window(module) -> int | None:

@@ -8,6 +8,9 @@ were accepted. That is slow and needs to know nothing of the layers.
 The bits of a token are those of this row alone (invariant 3): a prompt but for its last token is one forward pass of
 one row, every other token is a forward pass of its own, whether it is decoded, checked, drafted or run again. Nothing
 of another row, and no padding, enters a state.
+
+Models without a state whose rows cannot share a forward pass run the same way, with two differences: a prompt is one
+pass with its last token, and each pass is prepared as transformers' generate prepares it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from torch import Tensor, nn
 
 from ..engine import Capabilities, Guess, Rows
 from .engine import ModuleEngine
-from .states import Kept, new_states, restored, state_argument
+from .states import (
+    Kept,
+    keeps_state,
+    new_states,
+    restored,
+    state_argument,
+    states_inside,
+    with_states_inside,
+)
 
 _MOST_COPIES = 4  # of one row's state; a level in the middle of a chain is taken back by several rounds
 
@@ -68,7 +79,8 @@ class StatefulEngine(ModuleEngine):
     def start(self, batch: int, device: torch.device) -> None:
         """No token of `batch` rows is known yet."""
         self.device, self.lengths, self.cache = device, [0] * batch, _RowStates(batch)
-        self._forward = state_forward(self.model)
+        self._splits_prompts = keeps_state(self.model)
+        self._forward = state_forward(self.model) if self._splits_prompts else prepared_forward(self.model)
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,9 +169,10 @@ class StatefulEngine(ModuleEngine):
             return
         row, done = self.settle(r), 0
         if not row.fed:
-            row.prefilled = done = first
-            if done:
-                self._pass(row, tokens[:done])
+            row.prefilled = done = first if self._splits_prompts else min(first + 1, len(tokens))
+            scored = self._pass(row, tokens[:done]) if done else None
+            if done > first:
+                yield first, scored
         for place in range(done, len(tokens)):
             length = len(row.fed)
             if length == row.committed and not (row.copies and row.copies[-1].length == length):
@@ -169,8 +182,9 @@ class StatefulEngine(ModuleEngine):
     def _pass(self, row: _Row, tokens: list[int]) -> Tensor:
         """One forward pass of the tokens behind a row: logits `[vocab]` of the last."""
         row.sound, begin = False, len(row.fed)
-        logits, row.states = self._forward(torch.tensor([tokens], device=self.device), begin, row.states)
-        row.fed, row.sound = row.fed + tokens, True
+        whole = row.fed + tokens
+        logits, row.states = self._forward(torch.tensor([whole], device=self.device), begin, row.states)
+        row.fed, row.sound = whole, True
         return logits
 
     def _fork(self, r: int, most: int) -> None:
@@ -187,18 +201,44 @@ class StatefulEngine(ModuleEngine):
         own.copies, self.lengths[r] = [], len(source.fed)
 
 
-def state_forward(model: nn.Module) -> Callable[[Tensor, int, Any], tuple[Tensor, Any]]:
-    """The model's own forward as (tokens `[1, q]`, length, states) -> logits `[vocab]` of the last, states."""
-    takes = inspect.signature(model.forward).parameters
+Forward = Callable[[Tensor, int, Any], tuple[Tensor, Any]]
+
+
+def state_forward(model: nn.Module) -> Forward:
+    """The model's own forward as (tokens of the row `[1, n]`, how many the states hold, states) -> logits `[vocab]` of
+    the last, states."""
+    takes, places = inspect.signature(model.forward).parameters, states_inside(model)
     name = state_argument(model)
 
     def forward(tokens: Tensor, length: int, states: Any) -> tuple[Tensor, Any]:
-        options: dict[str, Any] = {name: new_states(model) if states is None else states}
+        states, inside = (new_states(model), [None] * len(places)) if states is None else states
+        options: dict[str, Any] = {name: states}
         if "position_ids" in takes:
-            options["position_ids"] = torch.arange(length, length + tokens.shape[1], device=tokens.device)[None]
+            options["position_ids"] = torch.arange(length, tokens.shape[1], device=tokens.device)[None]
         if "logits_to_keep" in takes:
             options["logits_to_keep"] = 1
-        out = model(input_ids=tokens, use_cache=True, return_dict=True, **options)
-        return out.logits[0, -1], getattr(out, name)
+        inside = list(inside)
+        with with_states_inside(places, inside):
+            out = model(input_ids=tokens[:, length:], use_cache=True, return_dict=True, **options)
+        return out.logits[0, -1], (getattr(out, name, states), inside)
+
+    return forward
+
+
+def prepared_forward(model: nn.Module) -> Forward:
+    """As `state_forward`, each pass as generate makes it of the row; states are what that keeps beside the ids."""
+    takes = inspect.signature(model.forward).parameters
+
+    def forward(tokens: Tensor, length: int, states: Any) -> tuple[Tensor, Any]:
+        first = states is None
+        if first:
+            kept = {"past_key_values": new_states(model), "use_cache": True}
+            states = {name: value for name, value in kept.items() if value is not None}
+            if "position_ids" in takes:
+                states["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        new = None if first else tokens.shape[1] - length
+        how = {"next_sequence_length": new, "is_first_iteration": first}
+        out = model(**model.prepare_inputs_for_generation(tokens, **how, **states), return_dict=True)
+        return out.logits[0, -1], model._update_model_kwargs_for_generation(out, states)
 
     return forward

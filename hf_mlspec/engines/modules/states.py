@@ -7,17 +7,25 @@ inputs or a window that has moved on, is copied whole.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
 _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
+# Classes behind the interface whose attention is given more than it takes: a mask of its own, blocks of keys.
+_ADD_TERMS = ("DogeForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+_inside = threading.Lock()
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -33,15 +41,94 @@ def keeps_state(model: nn.Module) -> bool:
     return not all(type(layer) in _ROLLED_BACK for layer in DynamicCache(config=config).layers)
 
 
-def why_not_restored(model: nn.Module) -> str | None:
-    """Why what a model keeps of a row cannot be copied and put back; None where it can."""
-    if state_argument(model) is None:
-        return f"its forward takes none of {', '.join(STATE_ARGUMENTS)}"
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():  # neither parameters nor buffers
-            if "state" in name.split("_")[-1] and (value is None or isinstance(value, Tensor)):
-                return f"{path}.{name} is in its modules, where the rows of a call cannot have one each"
+def row_by_row(model: nn.Module) -> bool:
+    """Whether each row of a model takes forward passes of its own: it keeps a state, its attention is its own or sees
+    chunks, or its cache alone knows a window."""
+    return keeps_state(model) or attends_by_itself(model) or _sees_chunks(model) or only_the_cache_has_windows(model)
+
+
+def _sees_chunks(model: nn.Module) -> bool:
+    """Whether some layers see the tokens of their own chunk alone (Llama 4), which the masks of lanes do not hide."""
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def attends_by_itself(model: nn.Module) -> bool:
+    """Whether rows of different lengths cannot share a forward pass, because its attention is not behind transformers'
+    interface or is given more than that has, or its forward takes no position ids (nor one that a hook put there)."""
+    own = vars(model).get("forward")
+    takes = _arguments(type(model).forward) if own is None else inspect.signature(own).parameters
+    more = any(base.__name__ in _ADD_TERMS for base in type(model).__mro__)
+    return more or not model._supports_attention_backend or "position_ids" not in takes
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments(function: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def only_the_cache_has_windows(model: nn.Module) -> bool:
+    """Whether transformers' cache forgets what is further back than `sliding_window` of the config, while no mask of
+    the class hides it. A prompt then sees all of itself, and what is behind it a window."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "sliding_window", None) or (kinds and "sliding_attention" not in kinds):
+        return False
+    return not any(isinstance(module, PreTrainedModel) and _masks_windows(type(module)) for module in model.modules())
+
+
+@functools.lru_cache(maxsize=64)
+def _masks_windows(kind: type) -> bool:
+    """Whether the file of a class, or of one that it is derived from, has a function for masks of windows."""
+    own = kind.__mro__[: kind.__mro__.index(PreTrainedModel)]
+    return any("sliding_window" in name for base in own for name in vars(sys.modules[base.__module__]))
+
+
+def why_not_row_by_row(model: nn.Module) -> str | None:
+    """Why a model that needs a forward pass for each row cannot have it; None where it can, or needs none."""
+    if keeps_state(model):
+        takes = ", ".join(STATE_ARGUMENTS)
+        return None if state_argument(model) is not None else (
+            f"keeps a state that can be neither copied nor put back: its forward takes none of {takes}; transformers' "
+            "own generate, without assistant_models, runs it"
+        )
+    if not attends_by_itself(model):
+        return None
+    try:
+        new_states(model)
+    except Exception as error:  # whatever its config lacks
+        said = f"{type(error).__name__}: {error}"
+        return f"gets no cache from transformers, whose generate does not run it: {said}"
     return None
+
+
+def states_inside(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Modules and the names of attributes, neither parameters nor buffers, in which they keep what belongs to a row
+    (RecurrentGemma)."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.split("_")[-1] in ("state", "states") and (value is None or isinstance(value, Tensor))
+    ]
+
+
+@contextmanager
+def with_states_inside(places: list[tuple[nn.Module, str]], values: list[Tensor | None]) -> Iterator[None]:
+    """Inside, modules hold the states of a row; afterwards `values` are what has become of them, and the modules are
+    as they were. One thread at a time is inside, where there are such places."""
+    if not places:
+        yield
+        return
+    with _inside:
+        before = [getattr(module, name) for module, name in places]
+        try:
+            for (module, name), value in zip(places, values, strict=True):
+                setattr(module, name, value)
+            yield
+            values[:] = [getattr(module, name) for module, name in places]
+        finally:
+            for (module, name), value in zip(places, before, strict=True):
+                setattr(module, name, value)
 
 
 def state_argument(model: nn.Module) -> str | None:
@@ -89,10 +176,18 @@ class _Lengths:
 
 def restored(kept: Kept, now: Any) -> Any:
     """States as they were copied. now: what has become of them; keys and values come from there."""
-    if not isinstance(kept.states, Cache):
-        return _copied(kept.states, [0], [0])
-    made = copy.copy(kept.states)
-    made.layers = [_layer(old, now.layers[index]) for index, old in enumerate(kept.states.layers)]
+    return _restored(kept.states, now)
+
+
+def _restored(states: Any, now: Any) -> Any:
+    if isinstance(states, dict) and any(isinstance(one, Cache) for one in states.values()):
+        return {name: _restored(one, now[name]) for name, one in states.items()}
+    if isinstance(states, tuple):
+        return tuple(_restored(one, other) for one, other in zip(states, now, strict=True))
+    if not isinstance(states, Cache):
+        return _copied(states, [0], [0])
+    made = copy.copy(states)
+    made.layers = [_layer(old, now.layers[index]) for index, old in enumerate(states.layers)]
     return made
 
 
@@ -107,7 +202,7 @@ def _layer(old: Any, now: Any) -> Any:
 
 def _copied(value: Any, nbytes: list[int], grown: list[int]) -> Any:
     if isinstance(value, Tensor):
-        nbytes[0] += value.nbytes
+        nbytes[0] += value.nbytes if value.ndim else 0  # a number is no state
         return value.clone()
     if type(value) is DynamicLayer:
         return _length_of(value, grown)

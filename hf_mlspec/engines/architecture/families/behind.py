@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..description import HALF_FUSED, WITHOUT_WINDOW
-from .rms import HEADS, LLAMA, PRE
+from .rms import BY_LAYER, HEADS, LLAMA, PRE
 
 _SANDWICH = {
     "attention": "input_layernorm",
@@ -22,6 +22,7 @@ _GEMMA = replace(
     activation="hidden_activation",
     embedding_scale="root of hidden",
     logit_softcap="final_logit_softcapping",
+    **BY_LAYER,
 )
 _OLMO = replace(LLAMA, class_name="Olmo2ForCausalLM", norms={**_BEHIND, **HEADS}, head_norms="all heads")
 ENTRIES = (
@@ -33,12 +34,13 @@ ENTRIES = (
         positions="rotary by layer type",
     ),
     _OLMO,
-    replace(_OLMO, class_name="Olmo3ForCausalLM", positions="rotary by layer type"),
+    replace(_OLMO, class_name="Olmo3ForCausalLM", positions="rotary by layer type", **BY_LAYER),
     replace(
         LLAMA,
         class_name="Exaone4ForCausalLM",
         norms={**_BEHIND, **HEADS},
         layers_without_rotary=WITHOUT_WINDOW,
+        **BY_LAYER,
     ),
     replace(
         LLAMA,

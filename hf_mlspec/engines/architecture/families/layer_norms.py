@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..description import PLAIN, SEPARATE, WITHOUT_WINDOW
-from .rms import LLAMA
+from .rms import BY_LAYER, LLAMA
 
 _LAYER = replace(LLAMA, class_name="Jais2ForCausalLM", norm="layer", norm_eps="layer_norm_eps")
 _SHARED = {"attention": "input_layernorm", "mlp": "input_layernorm"}  # both blocks read one norm
@@ -53,7 +53,7 @@ ENTRIES = (
     replace(_LAYER, linears=PLAIN, mlp="plain"),
     replace(_LAYER, class_name="OlmoForCausalLM", norm_eps=1e-5, unset=("clip_qkv",)),
     _COHERE,
-    replace(_COHERE, class_name="Cohere2ForCausalLM", layers_without_rotary=WITHOUT_WINDOW, unset=()),
+    replace(_COHERE, class_name="Cohere2ForCausalLM", layers_without_rotary=WITHOUT_WINDOW, unset=(), **BY_LAYER),
     replace(
         _LAYER,
         class_name="NemotronForCausalLM",
@@ -86,6 +86,29 @@ ENTRIES = (
         unset=("qk_layernorm",),
     ),
     _NEOX,
+    replace(
+        _NEOX,
+        class_name="FalconForCausalLM",
+        norms={"attention": "ln_attn | input_layernorm", "mlp": "ln_mlp | input_layernorm"},
+        norm_eps="layer_norm_epsilon",
+        linears={
+            "qkv_by_head": "self_attention.query_key_value",
+            "o": "self_attention.dense",
+            "up": "mlp.dense_h_to_4h",
+            "down": "mlp.dense_4h_to_h",
+        },
+        residual_flag="parallel_attn",
+        unset=("alibi",),
+        activation="activation",
+        attention="self_attention",
+        attention_scale="inv_norm_factor",
+        head_dim="head_dim",
+        embedding="transformer.word_embeddings",
+        layers="transformer.h",
+        final_norm="transformer.ln_f",
+        rotary_embedding="transformer.rotary_emb",
+        head="lm_head",
+    ),
     replace(
         _LAYER,
         class_name="OPTForCausalLM",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..description import SHARED, Mixture
-from .rms import HEADS, LLAMA, PRE
+from .rms import BY_LAYER, HEADS, LLAMA, PRE
 
 ENTRIES = (
     replace(
@@ -15,7 +15,7 @@ ENTRIES = (
         mlp="experts",
         experts=Mixture(renormalize=True),
     ),
-    replace(LLAMA, class_name="Qwen2MoeForCausalLM", mlp="experts", experts=Mixture(shared=SHARED)),
+    replace(LLAMA, class_name="Qwen2MoeForCausalLM", mlp="experts", experts=Mixture(shared=SHARED), **BY_LAYER),
     replace(
         LLAMA,
         class_name="Qwen3MoeForCausalLM",

@@ -15,8 +15,9 @@ LLAMA = Description(
     norms=PRE,
     linears=SEPARATE,
     activation="hidden_act",
-    windows="by layer type",  # its layers read none, but the cache of transformers does
+    windows="none",
 )
+BY_LAYER = {"windows": "by layer type"}
 _GRANITE = {
     "embedding_multiplier": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -25,13 +26,13 @@ _GRANITE = {
 ENTRIES = (
     LLAMA,
     replace(LLAMA, class_name="MistralForCausalLM", windows="every layer"),
-    replace(LLAMA, class_name="MinistralForCausalLM"),
-    replace(LLAMA, class_name="Qwen2ForCausalLM"),
-    replace(LLAMA, class_name="Qwen3ForCausalLM", norms={**PRE, **HEADS}),
+    replace(LLAMA, class_name="MinistralForCausalLM", **BY_LAYER),
+    replace(LLAMA, class_name="Qwen2ForCausalLM", **BY_LAYER),
+    replace(LLAMA, class_name="Qwen3ForCausalLM", norms={**PRE, **HEADS}, **BY_LAYER),
     replace(LLAMA, class_name="Phi3ForCausalLM", linears=FUSED, windows="every layer"),
-    replace(LLAMA, class_name="SmolLM3ForCausalLM", layers_without_rotary="no_rope_layers"),
+    replace(LLAMA, class_name="SmolLM3ForCausalLM", layers_without_rotary="no_rope_layers", **BY_LAYER),
     replace(LLAMA, class_name="SeedOssForCausalLM"),
-    replace(LLAMA, class_name="CwmForCausalLM"),
+    replace(LLAMA, class_name="CwmForCausalLM", **BY_LAYER),
     replace(LLAMA, class_name="GraniteForCausalLM", **_GRANITE),
     replace(LLAMA, class_name="HeliumForCausalLM", rotation="pairs"),
     replace(LLAMA, class_name="Ernie4_5ForCausalLM", rotation="pairs"),
@@ -59,5 +60,6 @@ ENTRIES = (
         embedding_scale="root of hidden",
         attention_softcap="attn_logit_softcapping",
         logit_softcap="final_logit_softcapping",
+        **BY_LAYER,
     ),
 )
