@@ -23,8 +23,8 @@ _TOKENS = 128  # whose chances are in float32 at a time
 @torch.no_grad()
 def clip_divergences(model: nn.Module, samples: list[Tensor], clips: Iterable[float] = CLIPS) -> dict[float, float]:
     """Of each clip the divergence, in nats a token. samples: int64 ``[1, tokens]`` each, of which the first `SAMPLES`
-    are read. Whatever happens, the model's layers get their own switch back. ValueError for one that is packed in part or not at all, and for
-    chances that are NaN."""
+    are read. Whatever happens, the model's layers get their own switch back. ValueError for a model that holds no
+    packed layer, and for chances that are NaN."""
     own, read = precision_switch(model), samples[:SAMPLES]
     count = sum(ids.numel() for ids in read)
     sums = dict.fromkeys(clips, 0.0)
