@@ -21,9 +21,9 @@ _TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its value
 
 
 def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) -> int:
-    """Bytes beside the model, at most: hidden states twice, statistics of one block, trial weights of one layer."""
+    """Bytes beside the model, at most: hidden states, statistics of one block, trial weights of one layer."""
     hidden = model.config.get_text_config(decoder=True).hidden_size
-    states = 2 * sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
+    states = sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
     longest = max(ids.numel() for ids in samples)
     most = 0
     for _, block in blocks_of(model):
@@ -40,11 +40,11 @@ def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) 
 
 
 def memory_to_rotate(model: nn.Module) -> int:
-    """Bytes beside the model that `rotate` takes, at most: embedding and head, or a block, in float32, float64 copies
+    """Bytes beside the model that `rotate` takes, at most: embedding, head or a block, in float32, float64 copies
     of its largest weight, and a head of its own."""
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     blocks = [list(block.parameters()) for _, block in blocks_of(model)]
-    held = max(sum(weight.numel() for weight in group) for group in (ends, *blocks))
+    held = max(sum(weight.numel() for weight in group) for group in (*[[end] for end in ends], *blocks))
     some = [weight[:ROWS].numel() for weight in ends]
     widest = max(*some, *(weight.numel() for group in blocks for weight in group))
     return 4 * held + _WIDE * 8 * widest + ends[1].nbytes

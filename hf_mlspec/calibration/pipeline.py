@@ -25,7 +25,7 @@ from ..nn.packed import PackedLinear
 from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import Transform, TransformedLinear
-from .blocks import blocks_of, first_inputs
+from .blocks import Call, blocks_of, first_inputs
 from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
@@ -101,9 +101,7 @@ def calibrate(
     hidden, calls = first_inputs(model, samples)
     reports: list[LayerReport] = []
     for index, (name, block) in enumerate(blocks):
-        passes = [
-            lambda x=x, index=index, block=block: calls[x.shape[1]][index].run(block, x) for x in hidden
-        ]
+        passes = _passes(block, hidden, {size: own[index] for size, own in calls.items()})
         if finished is not None and index in finished:
             tensors, told = finished.read(index)
             work.put_back(block, name, tensors)
@@ -114,9 +112,16 @@ def calibrate(
             if finished is not None:
                 finished.write(index, dict(block.state_dict()), [asdict(report) for report in made])
         if index + 1 < len(blocks):
-            hidden = [run() for run in passes]
+            for place, run in enumerate(passes):  # what a sample was is freed as soon as it is what comes next
+                hidden[place] = run()
         progress(index)
     return reports
+
+
+def _passes(block: nn.Module, hidden: list[Tensor], calls: Mapping[int, Call]) -> list[Callable[[], Tensor]]:
+    """The block, run on each of the hidden states; calls: by their tokens."""
+    sizes = [states.shape[1] for states in hidden]
+    return [lambda place=place, size=size: calls[size].run(block, hidden[place]) for place, size in enumerate(sizes)]
 
 
 class _Work:

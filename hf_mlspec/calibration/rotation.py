@@ -26,7 +26,7 @@ from ..nn.transforms import HADAMARD, TransformedLinear, record_of
 from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
 
-ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
+ROWS = 512  # in float64 at once: a table of embeddings is the largest weight of many models
 _LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
@@ -75,8 +75,8 @@ def rotate(
     and o_proj. Both may be given, as SpinQuant's (`read_rotations`): an orthogonal ``[hidden_size, hidden_size]`` R,
     by which rows x of the residual stream become x R, and for each layer one ``[head_dim, head_dim]``. online: in
     front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the signs. Which matrix a
-    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, or the embedding and the head,
-    are held in float32 meanwhile.
+    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, the head or the embedding is
+    held in float32 meanwhile.
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, given matrices that do not fit, and with residual norms behind a block (Gemma 2 and
@@ -269,9 +269,11 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
     norm = model.get_submodule(entry.final_norm)
-    with _in_float32({entry.final_norm: norm, entry.head: head, entry.embedding: table}):
+    with _in_float32({entry.final_norm: norm, entry.head: head}):
         _fold_gain(norm, [head], entry)
-        _rotate_rows([table.weight, head.weight], plan.residual, signs)
+        _rotate_rows([head.weight], plan.residual, signs)
+    with _in_float32({entry.embedding: table}):
+        _rotate_rows([table.weight], plan.residual, signs)
 
 
 def separate_head(model: nn.Module) -> None:

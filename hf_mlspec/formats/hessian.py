@@ -31,8 +31,12 @@ def inverse_factor(hessian: Tensor, in_features: int, damping: float = DAMPING) 
     diagonal.add_(damping * diagonal.mean())
     diagonal[idle | (diagonal == 0)] += 1.0
     lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped, diagonal  # never more than two of its size beside the Hessian
     if not int(failed):
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        inverse = torch.cholesky_inverse(lower)
+        del lower
+        upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+        del inverse
     if int(failed) or not upper.isfinite().all():
         raise ValueError(
             f"the Hessian [{in_features}, {in_features}] damped by {damping:g} has no Cholesky factor in float32: "
