@@ -23,10 +23,11 @@ from ..nn.castable import require_dense
 from ..nn.linear import is_dense
 from ..nn.replace import untie_head
 from ..nn.transforms import HADAMARD, TransformedLinear, record_of
+from .freed import release_free
 from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
 
-ROWS = 512  # in float64 at once: a table of embeddings is the largest weight of many models
+ROWS = 512  # of a weight, or columns, in float64 at once
 _LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
@@ -57,8 +58,7 @@ def turned_inputs(
     options."""
     entry = _require_rotatable(model, True, ROTATION)
     plan = _planned(model, entry, residual, heads, True, ROTATION)
-    turned = {"o": plan.across_heads, "down": plan.down}
-    places = [entry.linears[name] for name, how in turned.items() if how is not None]
+    places = [entry.linears[name] for name, how in (("o", plan.across_heads), ("down", plan.down)) if how is not None]
     count = len(model.get_submodule(entry.layers))
     return [f"{entry.layers}.{index}.{place}" for index in range(count) for place in places]
 
@@ -94,6 +94,7 @@ def rotate(
     for index, layer in enumerate(model.get_submodule(entry.layers)):
         with _in_float32({f"{entry.layers}.{index}": layer}):
             _rotate_layer(model, entry, plan, index, stream, signs)
+        release_free()
     del vars(model)[_IN_PART]
     return plan
 
@@ -274,6 +275,7 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         _rotate_rows([head.weight], plan.residual, signs)
     with _in_float32({entry.embedding: table}):
         _rotate_rows([table.weight], plan.residual, signs)
+    release_free()
 
 
 def separate_head(model: nn.Module) -> None:
@@ -303,7 +305,8 @@ def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard | GivenRotati
     _rotate_rows([parts[name].weight for names in READERS.values() for name in names if name in parts], how, signs)
     for writer in (parts["o"], parts["down"]):
         own = signs.to(writer.weight.device)
-        _write(writer.weight, how.rotate(_wide(writer.weight).T * own).T)
+        for some in writer.weight.split(ROWS, 1):
+            _write(some, how.rotate(_wide(some).T * own).T)
         if writer.bias is not None:
             _write(writer.bias, how.rotate(_wide(writer.bias) * own))
 
@@ -322,15 +325,14 @@ def _rotate_values(
     values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
     signs = _signs_before(how, own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
 
-    def turned(rows: Tensor) -> Tensor:  # [keys * dim, ...]
-        heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
-        return how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape)
-
     for parameter in (values.weight, values.bias):
         if parameter is not None:
-            parameter[first:].copy_(turned(parameter[first:]).to(parameter.dtype))
-    columns = _wide(out).view(len(out), own.queries, own.dim)
-    _write(out, how.rotate(columns * signs.repeat_interleave(own.queries // own.keys, 0)).flatten(1))
+            rows = parameter[first:]  # [keys * dim, ...]
+            heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
+            _write(rows, how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape))
+    spread = signs.repeat_interleave(own.queries // own.keys, 0)
+    for some in out.split(ROWS):
+        _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * spread).flatten(1))
 
 
 def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
@@ -347,5 +349,6 @@ def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
 def _put_in_front(layer: nn.Module, place: str, how: Hadamard) -> None:
     """Rotate a linear's inputs at run time, and its weight so that its outputs stay."""
     linear = layer.get_submodule(place)
-    _write(linear.weight, how.rotate(_wide(linear.weight)))
+    for some in linear.weight.split(ROWS):
+        _write(some, how.rotate(_wide(some)))
     layer.set_submodule(place, TransformedLinear.over(linear, HADAMARD, record_of(how)).train(linear.training))
