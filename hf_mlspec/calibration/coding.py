@@ -44,8 +44,8 @@ def outlier_weight(
 ) -> Int4Int8Weight:
     """weight float ``[out, in]``, its last 128 inputs outliers, hessian ``[in, in]`` in the same order. Atom (Zhao et
     al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with a hessian codes as
-    `feedback_weight` chooses them (overwrite: as there), errors of which outliers take up, too; these are rounded at the end. ValueError
-    naming ``name``."""
+    `feedback_weight` chooses them (overwrite: as there), errors of which outliers take up, too; these are rounded at
+    the end. ValueError naming ``name``."""
     columns = weight.shape[1] - OUTLIERS
     try:
         if hessian is not None:

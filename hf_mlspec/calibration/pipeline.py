@@ -159,8 +159,8 @@ class _Work:
                 last = name == inputs.names[-1]  # nobody reads the Hessian behind it
                 sqnr = self._replace(block, f"{where}.{name}", name, inputs, order, last)
                 reports.append(LayerReport(index, name, sqnr, alphas.get(name)))
+                release_free()
             inputs.hessian = None
-            release_free()
         return reports
 
     def _order(self, inputs: Inputs) -> Tensor | None:
@@ -198,9 +198,7 @@ class _Work:
         own = linear.transform_tensors() if isinstance(linear, TransformedLinear) else None
         packed = self._module(linear, weight, own if order is None else {"order": order.int()})
         block.set_submodule(name, packed)
-        wanted = F.linear(rows, wide.float())
-        error = F.linear(rows, weight.dequantize() - wide.float())
-        signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
+        signal, noise = _power(rows, wide.float()), _power(rows, weight.dequantize().sub_(wide))
         return 10 * math.log10(signal / noise) if signal and noise else None
 
     def _coded(self, wide: Tensor, hessian: Tensor | None, path: str, overwrite: bool) -> PackedWeight:
@@ -244,6 +242,10 @@ class _Work:
 
     def _linears_packed(self, block: nn.Module) -> list[str]:
         return [name for name, module in block.named_modules() if isinstance(module, PackedLinear)]
+
+
+def _power(rows: Tensor, weight: Tensor) -> float:
+    return float(F.linear(rows, weight).square_().sum(dtype=torch.float64))
 
 
 class _fast_linears:

@@ -3,7 +3,6 @@
 QuaRot (arXiv 2404.00456), and SpinQuant (arXiv 2405.16406) where matrices are given: orthogonal matrices are folded
 into weights, in float64. What cannot be folded, a Hadamard matrix in front of down_proj and one across heads in front
 of o_proj, becomes a transform of these layers' inputs (nn/transforms.py), of which their weights take the way back.
-Any quantization may follow.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def turned_inputs(
     entry = _require_rotatable(model, True, ROTATION)
     plan = _planned(model, entry, residual, heads, True, ROTATION)
     places = [entry.linears[name] for name, how in (("o", plan.across_heads), ("down", plan.down)) if how is not None]
-    count = len(model.get_submodule(entry.layers))
-    return [f"{entry.layers}.{index}.{place}" for index in range(count) for place in places]
+    return [f"{entry.layers}.{index}.{place}" for index in range(len(model.get_submodule(entry.layers)))
+            for place in places]  # fmt: skip
 
 
 @torch.no_grad()
@@ -92,9 +91,9 @@ def rotate(
     if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
     for index, layer in enumerate(model.get_submodule(entry.layers)):
+        release_free()
         with _in_float32({f"{entry.layers}.{index}": layer}):
             _rotate_layer(model, entry, plan, index, stream, signs)
-        release_free()
     del vars(model)[_IN_PART]
     return plan
 
@@ -269,13 +268,11 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    norm = model.get_submodule(entry.final_norm)
-    with _in_float32({entry.final_norm: norm, entry.head: head}):
+    with _in_float32({entry.final_norm: (norm := model.get_submodule(entry.final_norm)), entry.head: head}):
         _fold_gain(norm, [head], entry)
         _rotate_rows([head.weight], plan.residual, signs)
     with _in_float32({entry.embedding: table}):
         _rotate_rows([table.weight], plan.residual, signs)
-    release_free()
 
 
 def separate_head(model: nn.Module) -> None:
@@ -330,9 +327,9 @@ def _rotate_values(
             rows = parameter[first:]  # [keys * dim, ...]
             heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
             _write(rows, how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape))
-    spread = signs.repeat_interleave(own.queries // own.keys, 0)
+    signs = signs.repeat_interleave(own.queries // own.keys, 0)
     for some in out.split(ROWS):
-        _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * spread).flatten(1))
+        _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * signs).flatten(1))
 
 
 def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
@@ -349,6 +346,5 @@ def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
 def _put_in_front(layer: nn.Module, place: str, how: Hadamard) -> None:
     """Rotate a linear's inputs at run time, and its weight so that its outputs stay."""
     linear = layer.get_submodule(place)
-    for some in linear.weight.split(ROWS):
-        _write(some, how.rotate(_wide(some)))
+    _rotate_rows([linear.weight], how, torch.ones(linear.in_features, dtype=torch.float64))
     layer.set_submodule(place, TransformedLinear.over(linear, HADAMARD, record_of(how)).train(linear.training))

@@ -20,7 +20,8 @@ def inverse_factor(hessian: Tensor, in_features: int, damping: float = DAMPING, 
 
     hessian: float ``[in, in]``, the sum of ``x^T x`` over tokens. damping: the share of its mean diagonal that is
     added to its diagonal; an input that was zero throughout gets 1 as well, and so hands no error on. overwrite: the
-    factor is in the memory of a float32 Hessian, which is lost. ValueError for another shape or damping, NaN or Inf, or a Hessian whose Cholesky factor float32 does not find.
+    factor is in the memory of a float32 Hessian, which is lost. ValueError for another shape or damping, NaN or Inf,
+    or a Hessian whose Cholesky factor float32 does not find.
     """
     if list(hessian.shape) != [in_features, in_features]:
         raise ValueError(f"the Hessian has shape {list(hessian.shape)}, expected {[in_features, in_features]}")
