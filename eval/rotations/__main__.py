@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_mlspec
 from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
 from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
+from hf_mlspec.calibration.clip import at_clip
 
 PEER = "gptq of llm-compressor"
 PRECISIONS = ("w4a16", "w4a4")
@@ -113,16 +114,6 @@ def clipped(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str,
             models.append(hf_mlspec.prepare(own))
             names.append(name if clip is None else f"{name}, clip {clip}")
     return models, tuple(names)
-
-
-def at_clip(model: nn.Module, clip: float) -> nn.Module:
-    """The model, under a new switch at 16 bits."""
-    old = hf_mlspec.precision_switch(model)
-    new = type(old)(old.weights, activation_clip=clip)
-    for module in model.modules():
-        if vars(module).get("switch") is old:
-            module.switch = new
-    return model
 
 
 def own_clip(model: nn.Module) -> float:

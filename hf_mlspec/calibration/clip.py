@@ -23,16 +23,18 @@ _TOKENS = 128  # whose chances are in float32 at a time
 @torch.no_grad()
 def clip_divergences(model: nn.Module, samples: list[Tensor], clips: Iterable[float] = CLIPS) -> dict[float, float]:
     """Of each clip the divergence, in nats a token. samples: int64 ``[1, tokens]`` each, of which the first `SAMPLES`
-    are read. The model is put back to its own clip. ValueError for one that is packed in part or not at all, and for
-    chances that are NaN."""
-    own, read = precision_switch(model).activation_clip, samples[:SAMPLES]
+    are read. Whatever happens, the model's layers get their own switch back. ValueError for a model that holds no
+    packed layer, and for chances that are NaN."""
+    own, read = precision_switch(model), samples[:SAMPLES]
     count = sum(ids.numel() for ids in read)
     sums = dict.fromkeys(clips, 0.0)
-    for ids in read:  # logits of one sample at a time
-        wanted = _logits(model, ids, 16)
-        for clip in sums:
-            sums[clip] += _divergence(wanted, _logits(at_clip(model, clip), ids, 4))
-    at_clip(model, own)
+    try:
+        for ids in read:  # logits of one sample at a time
+            wanted = _logits(model, ids, 16)
+            for clip in sums:
+                sums[clip] += _divergence(wanted, _logits(at_clip(model, clip), ids, 4))
+    finally:
+        _put_under(model, own)
     if bad := [clip for clip, total in sums.items() if not total < torch.inf]:
         raise ValueError(f"chances of the next token behind 4-bit activations clipped at {bad[0]:g} are not finite")
     return {clip: total / count for clip, total in sums.items()}
@@ -52,10 +54,14 @@ def at_clip(model: nn.Module, clip: float) -> nn.Module:
         activation_clip=clip,
     )  # fmt: skip
     new.bits = old.default_bits
+    _put_under(model, new)
+    return model
+
+
+def _put_under(model: nn.Module, switch: PrecisionSwitch) -> None:
     for module in model.modules():
         if isinstance(module, PackedModule):
-            module.switch = new
-    return model
+            module.switch = switch
 
 
 def _logits(model: nn.Module, ids: Tensor, activation_bits: int) -> Tensor:

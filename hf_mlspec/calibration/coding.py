@@ -25,28 +25,32 @@ _ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
 
 
 def feedback_weight(
-    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str, damping: float = DAMPING
-) -> Int4Weight:
-    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x. ValueError as
-    `inverse_factor` and `search`, naming ``name``."""
+    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str, damping: float = DAMPING,
+    overwrite: bool = False,
+) -> Int4Weight:  # fmt: skip
+    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x, which is lost with
+    ``overwrite``. ValueError as `inverse_factor` and `search`, naming ``name``."""
+    columns = weight.shape[1]
     try:
-        codes, scales, zeros, _ = _fed_back(weight, hessian, group_size, symmetric, damping, weight.shape[1])
+        factor = inverse_factor(hessian, columns, damping, overwrite)
+        codes, scales, zeros, _ = _fed_back(weight, factor, group_size, symmetric, columns)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return _weight(codes, scales, zeros, symmetric, name)
 
 
 def outlier_weight(
-    weight: Tensor, hessian: Tensor | None, name: str, damping: float = DAMPING
+    weight: Tensor, hessian: Tensor | None, name: str, damping: float = DAMPING, overwrite: bool = False
 ) -> Int4Int8Weight:
     """weight float ``[out, in]``, its last 128 inputs outliers, hessian ``[in, in]`` in the same order. Atom (Zhao et
     al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with a hessian codes as
-    `feedback_weight` chooses them, errors of which outliers take up, too; these are rounded at the end. ValueError
-    naming ``name``."""
+    `feedback_weight` chooses them (overwrite: as there), errors of which outliers take up, too; these are rounded at
+    the end. ValueError naming ``name``."""
     columns = weight.shape[1] - OUTLIERS
     try:
         if hessian is not None:
-            codes, scales, _, rest = _fed_back(weight, hessian, GROUP, True, damping, columns)
+            factor = inverse_factor(hessian, weight.shape[1], damping, overwrite)
+            codes, scales, _, rest = _fed_back(weight, factor, GROUP, True, columns)
         else:
             groups, rest = weight[:, :columns].float().unflatten(-1, (-1, GROUP)), weight[:, columns:].float()
             scales = clipped_scales(groups, CLIP)
@@ -58,14 +62,12 @@ def outlier_weight(
 
 
 def _fed_back(
-    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, damping: float, columns: int
+    weight: Tensor, factor: Tensor, group_size: int, symmetric: bool, columns: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes uint8 of the first ``columns``, their scales and zero points, and what is left to be rounded of the
     others, ``[out, in - columns]``."""
-    out_features, in_features = weight.shape
-    factor = inverse_factor(hessian, in_features, damping)
     targets = weight.float().T.contiguous()  # [in, out]: what is left to be rounded
-    codes = torch.empty(columns, out_features, dtype=torch.uint8, device=weight.device)
+    codes = torch.empty(columns, len(weight), dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     for first in range(0, columns, group_size):
         end = first + group_size

@@ -15,15 +15,15 @@ from .blocks import blocks_of
 from .rotation import ROWS
 from .statistics import KEPT_ROWS
 
-_WIDE = 5  # float64 copies of the largest weight while it is rotated: products, butterflies, what was and comes
+_WIDE = 5  # float64 copies of rows of a weight while they are rotated: products, butterflies, what was and comes
 _LOGITS = 4  # float32 copies of the logits: themselves, their chances, and the gradients of both
 _TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its values, their difference
 
 
 def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) -> int:
-    """Bytes beside the model, at most: hidden states twice, statistics of one block, trial weights of one layer."""
+    """Bytes beside the model, at most: hidden states, statistics of one block, trial weights of one layer."""
     hidden = model.config.get_text_config(decoder=True).hidden_size
-    states = 2 * sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
+    states = sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
     longest = max(ids.numel() for ids in samples)
     most = 0
     for _, block in blocks_of(model):
@@ -33,20 +33,19 @@ def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) 
             for linear in linears
         )
         widest = max((linear.in_features for linear in linears), default=0)
-        factors = 3 * 4 * widest**2 if with_hessians else 0
+        factors = 2 * 4 * widest**2 if with_hessians else 0
         trial = _TRIALS * 4 * max((linear.weight.numel() for linear in linears), default=0)
         most = max(most, statistics + factors + trial + 4 * 4 * longest * widest)
     return states + most
 
 
 def memory_to_rotate(model: nn.Module) -> int:
-    """Bytes beside the model that `rotate` takes, at most: embedding and head, or a block, in float32, float64 copies
-    of its largest weight, and a head of its own."""
+    """Bytes beside the model that `rotate` takes, at most: embedding, head or a block, in float32, float64 copies
+    of some rows or columns, and a head of its own."""
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     blocks = [list(block.parameters()) for _, block in blocks_of(model)]
-    held = max(sum(weight.numel() for weight in group) for group in (ends, *blocks))
-    some = [weight[:ROWS].numel() for weight in ends]
-    widest = max(*some, *(weight.numel() for group in blocks for weight in group))
+    held = max(sum(weight.numel() for weight in group) for group in (*[[end] for end in ends], *blocks))
+    widest = max(ROWS * max(weight.shape) for group in (ends, *blocks) for weight in group)
     return 4 * held + _WIDE * 8 * widest + ends[1].nbytes
 
 

@@ -25,11 +25,12 @@ from ..nn.packed import PackedLinear
 from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import Transform, TransformedLinear
-from .blocks import blocks_of, first_inputs
+from .blocks import Call, blocks_of, first_inputs
 from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
+from .freed import release_free
 from .methods import ROW_SCALED, Method
 from .row_codes import row_feedback_weight
 from .scaling import best_scales
@@ -101,9 +102,7 @@ def calibrate(
     hidden, calls = first_inputs(model, samples)
     reports: list[LayerReport] = []
     for index, (name, block) in enumerate(blocks):
-        passes = [
-            lambda x=x, index=index, block=block: calls[x.shape[1]][index].run(block, x) for x in hidden
-        ]
+        passes = _passes(block, hidden, {size: own[index] for size, own in calls.items()})
         if finished is not None and index in finished:
             tensors, told = finished.read(index)
             work.put_back(block, name, tensors)
@@ -114,9 +113,17 @@ def calibrate(
             if finished is not None:
                 finished.write(index, dict(block.state_dict()), [asdict(report) for report in made])
         if index + 1 < len(blocks):
-            hidden = [run() for run in passes]
+            for place, run in enumerate(passes):  # what a sample was is freed as soon as it is what comes next
+                hidden[place] = run()
+        release_free()
         progress(index)
     return reports
+
+
+def _passes(block: nn.Module, hidden: list[Tensor], calls: Mapping[int, Call]) -> list[Callable[[], Tensor]]:
+    """The block, run on each of the hidden states; calls: by their tokens."""
+    sizes = [states.shape[1] for states in hidden]
+    return [lambda place=place, size=size: calls[size].run(block, hidden[place]) for place, size in enumerate(sizes)]
 
 
 class _Work:
@@ -139,15 +146,20 @@ class _Work:
             seen = collect(
                 {name: block.get_submodule(name) for name in linears}, passes, where, self.plan.method.needs_hessians
             )
+        release_free()
         alphas = {}
         for feed in self.feeds:
             alphas |= self._scale(block, feed, seen)
         reports = []
         for inputs in seen:
             order = self._order(inputs)
+            if order is not None and inputs.hessian is not None:
+                inputs.hessian = inputs.hessian[order[:, None], order]
             for name in inputs.names:
-                sqnr = self._replace(block, f"{where}.{name}", name, inputs, order)
+                last = name == inputs.names[-1]  # nobody reads the Hessian behind it
+                sqnr = self._replace(block, f"{where}.{name}", name, inputs, order, last)
                 reports.append(LayerReport(index, name, sqnr, alphas.get(name)))
+                release_free()
             inputs.hessian = None
         return reports
 
@@ -175,31 +187,31 @@ class _Work:
         inputs.divide_(scales)
         return dict.fromkeys(inputs.names, alpha)
 
-    def _replace(self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None) -> float | None:
+    def _replace(
+        self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None, last: bool
+    ) -> float | None:
         linear = block.get_submodule(name)
-        wide, hessian, rows = linear.weight.detach(), inputs.hessian, inputs.rows.float()
+        wide, rows = linear.weight.detach(), inputs.rows.float()
         if order is not None:
             wide, rows = wide[:, order], rows[:, order]
-            hessian = None if hessian is None else hessian[order][:, order]
-        weight = self._coded(wide, hessian, path)
+        weight = self._coded(wide, inputs.hessian, path, last)
         own = linear.transform_tensors() if isinstance(linear, TransformedLinear) else None
         packed = self._module(linear, weight, own if order is None else {"order": order.int()})
         block.set_submodule(name, packed)
-        wanted = F.linear(rows, wide.float())
-        error = F.linear(rows, weight.dequantize() - wide.float())
-        signal, noise = (float(part.square().sum(dtype=torch.float64)) for part in (wanted, error))
+        signal, noise = _power(rows, wide.float()), _power(rows, weight.dequantize().sub_(wide))
         return 10 * math.log10(signal / noise) if signal and noise else None
 
-    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str) -> PackedWeight:
+    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str, overwrite: bool) -> PackedWeight:
         plan = self.plan
+        fed = {"damping": plan.damping, "overwrite": overwrite}
         if plan.row_scaled and plan.method.coding == "gptq":
-            return row_feedback_weight(wide, hessian, plan.options, path, plan.damping)
+            return row_feedback_weight(wide, hessian, plan.options, path, **fed)
         if plan.row_scaled:
             return ZipperWeight.from_dense(wide, **plan.options, name=path)
         if plan.method.reorders:
-            return outlier_weight(wide, hessian, path, plan.damping)
+            return outlier_weight(wide, hessian, path, **fed)
         if plan.method.coding == "gptq":
-            return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, plan.damping)
+            return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, **fed)
         if plan.method.coding == "clip" and not path.endswith(("q_proj", "k_proj")):  # as AWQ: they meet in a product
             return clipped_weight(wide, hessian, plan.group_size, plan.symmetric, path)
         return Int4Weight.from_dense(wide, plan.group_size, plan.symmetric, path)
@@ -230,6 +242,10 @@ class _Work:
 
     def _linears_packed(self, block: nn.Module) -> list[str]:
         return [name for name, module in block.named_modules() if isinstance(module, PackedLinear)]
+
+
+def _power(rows: Tensor, weight: Tensor) -> float:
+    return float(F.linear(rows, weight).square_().sum(dtype=torch.float64))
 
 
 class _fast_linears:

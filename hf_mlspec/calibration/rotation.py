@@ -3,7 +3,6 @@
 QuaRot (arXiv 2404.00456), and SpinQuant (arXiv 2405.16406) where matrices are given: orthogonal matrices are folded
 into weights, in float64. What cannot be folded, a Hadamard matrix in front of down_proj and one across heads in front
 of o_proj, becomes a transform of these layers' inputs (nn/transforms.py), of which their weights take the way back.
-Any quantization may follow.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from ..nn.castable import require_dense
 from ..nn.linear import is_dense
 from ..nn.replace import untie_head
 from ..nn.transforms import HADAMARD, TransformedLinear, record_of
+from .freed import release_free
 from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
 
-ROWS = 8192  # in float64 at once: a table of embeddings is the largest weight of many models
+ROWS = 512  # of a weight, or columns, in float64 at once
 _LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
@@ -57,10 +57,9 @@ def turned_inputs(
     options."""
     entry = _require_rotatable(model, True, ROTATION)
     plan = _planned(model, entry, residual, heads, True, ROTATION)
-    turned = {"o": plan.across_heads, "down": plan.down}
-    places = [entry.linears[name] for name, how in turned.items() if how is not None]
-    count = len(model.get_submodule(entry.layers))
-    return [f"{entry.layers}.{index}.{place}" for index in range(count) for place in places]
+    places = [entry.linears[name] for name, how in (("o", plan.across_heads), ("down", plan.down)) if how is not None]
+    return [f"{entry.layers}.{index}.{place}" for index in range(len(model.get_submodule(entry.layers)))
+            for place in places]  # fmt: skip
 
 
 @torch.no_grad()
@@ -75,8 +74,8 @@ def rotate(
     and o_proj. Both may be given, as SpinQuant's (`read_rotations`): an orthogonal ``[hidden_size, hidden_size]`` R,
     by which rows x of the residual stream become x R, and for each layer one ``[head_dim, head_dim]``. online: in
     front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the signs. Which matrix a
-    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, or the embedding and the head,
-    are held in float32 meanwhile.
+    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, the head or the embedding is
+    held in float32 meanwhile.
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, given matrices that do not fit, and with residual norms behind a block (Gemma 2 and
@@ -92,6 +91,7 @@ def rotate(
     if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
     for index, layer in enumerate(model.get_submodule(entry.layers)):
+        release_free()
         with _in_float32({f"{entry.layers}.{index}": layer}):
             _rotate_layer(model, entry, plan, index, stream, signs)
     del vars(model)[_IN_PART]
@@ -268,10 +268,11 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    norm = model.get_submodule(entry.final_norm)
-    with _in_float32({entry.final_norm: norm, entry.head: head, entry.embedding: table}):
+    with _in_float32({entry.final_norm: (norm := model.get_submodule(entry.final_norm)), entry.head: head}):
         _fold_gain(norm, [head], entry)
-        _rotate_rows([table.weight, head.weight], plan.residual, signs)
+        _rotate_rows([head.weight], plan.residual, signs)
+    with _in_float32({entry.embedding: table}):
+        _rotate_rows([table.weight], plan.residual, signs)
 
 
 def separate_head(model: nn.Module) -> None:
@@ -301,7 +302,8 @@ def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard | GivenRotati
     _rotate_rows([parts[name].weight for names in READERS.values() for name in names if name in parts], how, signs)
     for writer in (parts["o"], parts["down"]):
         own = signs.to(writer.weight.device)
-        _write(writer.weight, how.rotate(_wide(writer.weight).T * own).T)
+        for some in writer.weight.split(ROWS, 1):
+            _write(some, how.rotate(_wide(some).T * own).T)
         if writer.bias is not None:
             _write(writer.bias, how.rotate(_wide(writer.bias) * own))
 
@@ -320,15 +322,14 @@ def _rotate_values(
     values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
     signs = _signs_before(how, own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
 
-    def turned(rows: Tensor) -> Tensor:  # [keys * dim, ...]
-        heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
-        return how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape)
-
     for parameter in (values.weight, values.bias):
         if parameter is not None:
-            parameter[first:].copy_(turned(parameter[first:]).to(parameter.dtype))
-    columns = _wide(out).view(len(out), own.queries, own.dim)
-    _write(out, how.rotate(columns * signs.repeat_interleave(own.queries // own.keys, 0)).flatten(1))
+            rows = parameter[first:]  # [keys * dim, ...]
+            heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
+            _write(rows, how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape))
+    signs = signs.repeat_interleave(own.queries // own.keys, 0)
+    for some in out.split(ROWS):
+        _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * signs).flatten(1))
 
 
 def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
@@ -345,5 +346,5 @@ def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
 def _put_in_front(layer: nn.Module, place: str, how: Hadamard) -> None:
     """Rotate a linear's inputs at run time, and its weight so that its outputs stay."""
     linear = layer.get_submodule(place)
-    _write(linear.weight, how.rotate(_wide(linear.weight)))
+    _rotate_rows([linear.weight], how, torch.ones(linear.in_features, dtype=torch.float64))
     layer.set_submodule(place, TransformedLinear.over(linear, HADAMARD, record_of(how)).train(linear.training))

@@ -22,14 +22,15 @@ _COLUMNS = 128  # whose errors the columns behind them take up at once
 
 
 def row_feedback_weight(
-    weight: Tensor, hessian: Tensor, options: Mapping[str, Any], name: str, damping: float = DAMPING
-) -> ZipperWeight:
-    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x; options: of the
-    format. ValueError as `inverse_factor` and of `ZipperWeight`, naming ``name``."""
+    weight: Tensor, hessian: Tensor, options: Mapping[str, Any], name: str, damping: float = DAMPING,
+    overwrite: bool = False,
+) -> ZipperWeight:  # fmt: skip
+    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x, which is lost with
+    ``overwrite``; options: of the format. ValueError as `inverse_factor` and of `ZipperWeight`, naming ``name``."""
     how = Split(options["bits"], options["low_bits"], options["mode"])
     try:
         _, scale = zipper.quantize(weight, how.require())
-        factor = inverse_factor(hessian, weight.shape[1], damping)
+        factor = inverse_factor(hessian, weight.shape[1], damping, overwrite)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     codes = _fed_back(weight, factor, scale.float().flatten(), how)

@@ -143,6 +143,26 @@ def test_divergences_are_those_of_the_definition_and_leave_the_model_as_it_was()
     assert found[1.0] != found[0.7]
 
 
+def test_a_search_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    model = made("rtn", activation_clip=0.7)
+    own, wanted = precision_switch(model), logits(model, "w4a4")
+    forward, calls = type(model).forward, []
+
+    def failing(*args, **options):
+        calls.append(precision_switch(model).activation_clip)
+        if len(calls) == 3:
+            raise MemoryError("in the middle")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(type(model), "forward", failing)
+    with pytest.raises(MemoryError, match="in the middle"):
+        clip_divergences(model, [IDS], (1.0, 0.9))
+    monkeypatch.undo()
+    assert calls == [0.7, 1.0, 0.9]
+    assert precision_switch(model) is own
+    assert torch.equal(logits(model, "w4a4"), wanted)
+
+
 def test_a_killed_run_and_a_loaded_model_find_the_same_clip(tmp_path):
     whole = made("gptq", activation_clip="auto").config.quantization_config.calibration["clip_search"]
     made("gptq", activation_clip="auto", work_folder=tmp_path / "blocks")

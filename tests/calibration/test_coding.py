@@ -8,6 +8,7 @@ import torch
 from hf_mlspec.calibration.coding import DAMPING, clipped_weight, feedback_weight
 from hf_mlspec.calibration.grid import decode, encode, search
 from hf_mlspec.formats import Int4Weight
+from hf_mlspec.formats.hessian import inverse_factor
 
 OUT, IN, GROUP = 24, 128, 32
 
@@ -102,3 +103,16 @@ def test_what_cannot_be_coded_is_named(layer):
         feedback_weight(weight, (x.T @ x).index_fill(0, torch.tensor(3), torch.nan), GROUP, True, "h.q_proj")
     with pytest.raises(ValueError, match=r"h\.q_proj: a group needs the scale .* float16 ends at 65504"):
         clipped_weight(weight * 1e6, x.T @ x, GROUP, True, "h.q_proj")
+
+
+def test_a_hessian_that_is_overwritten_gives_the_same_codes_in_its_own_memory(layer):
+    weight, x = layer
+    hessian = x.T @ x
+    given, memory = hessian.clone(), hessian.data_ptr()
+    kept = feedback_weight(weight, hessian, GROUP, True, "w")
+    assert torch.equal(hessian, given)
+    lost = feedback_weight(weight, hessian, GROUP, True, "w", overwrite=True)
+    assert all(torch.equal(getattr(kept, part), getattr(lost, part)) for part in ("weight_packed", "weight_scale"))
+    factor = inverse_factor(given, IN, DAMPING, overwrite=True)
+    assert torch.equal(hessian, factor)
+    assert (hessian.data_ptr(), factor.data_ptr()) == (memory, given.data_ptr())

@@ -55,7 +55,7 @@ def calibrate_folder(
     require_free(source, target, overwrite)
     require_wide(source)
     tokenizer = read_tokenizer(source)
-    ids = None if evaluate is None else token_stream(evaluate, tokenizer)[:evaluate_tokens]
+    ids = None if evaluate is None else token_stream(evaluate, tokenizer, evaluate_tokens)
     begin = time.perf_counter()
     model = read_model(source, dtype).eval()
     windows = [] if ids is None else _windows(ids, max_positions(model))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...calibration.samples import windows
+from .encoded_text import encode
 
 
 def rows_of(
@@ -53,17 +55,17 @@ def rows_of(
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
 
 
-def token_stream(file: str | os.PathLike, tokenizer: Any) -> list[int]:
-    """The ids of a text file, without special tokens."""
-    return tokenizer(_read(Path(file), "text file"), add_special_tokens=False, verbose=False)["input_ids"]
+def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = None) -> list[int]:
+    """The ids of a text file, without special tokens; with ``most`` its first."""
+    return encode(_read(Path(file), "text file"), tokenizer, most).tolist()
 
 
-def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> list[int]:
+def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> array:
     """Ids of all texts, one behind the other. A list that need not end, such as a streamed data set, is read for 8
     times as many as are needed."""
-    ids: list[int] = []
+    ids = array("q")
     for text in texts:
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += encode(text, tokenizer)
         if len(ids) >= 8 * needed:
             break
     return ids
