@@ -170,10 +170,16 @@ PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate
 PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
+def _follows(kind: type, word: str) -> bool:
+    """Whether a config computes an entry from others, as Falcon's does the size of its heads."""
+    return isinstance(getattr(kind, word, None), property)
+
+
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
     kind, own = {**CPU_CONFIGS, **GPU_MIXTURES}[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**_SHAPE, **own, **options}), attn_implementation="eager")
+    said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
+    model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
             parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)

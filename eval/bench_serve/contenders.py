@@ -7,10 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -81,15 +82,16 @@ def serving(words: list[str], port: int, threads: int, cpus: str | None = None) 
     """A server that answers, in a process of its own, whose number is given. cpus: as of `stream_alone`."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     pinned = ["taskset", "-c", cpus, *words] if cpus else words
-    process = subprocess.Popen(pinned, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        _wait(process, port)
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(pinned, env=environment, stderr=said, stdout=subprocess.DEVNULL)
+        try:
+            _wait(process, port, said)
+            yield process.pid
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
 
 
 def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:
@@ -103,7 +105,8 @@ def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:
 def our_server(folder: str, levels: list[str], clients: int, port: int) -> list[str]:
     """The command of `mlspec serve`."""
     chain = [word for level in levels for word in ("--level", level)]
-    return [sys.executable, "-m", "mlspec_cli", "serve", folder, *chain, "--port", str(port), "--slots", str(clients)]
+    where = ["--port", str(port), "--device", "cpu"]  # as the stream beside it
+    return [sys.executable, "-m", "mlspec_cli", "serve", folder, *chain, *where, "--slots", str(clients)]
 
 
 def their_server(folder: str, port: int, python: str | None = None) -> list[str]:
@@ -119,10 +122,12 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _wait(process: subprocess.Popen, port: int) -> None:
+def _wait(process: subprocess.Popen, port: int, said: TextIO) -> None:
     for _ in range(240):
         if process.poll() is not None:
-            raise RuntimeError(f"the server ended with status {process.returncode}")
+            said.seek(0)
+            last = "\n".join(said.read().strip().splitlines()[-3:])
+            raise RuntimeError(f"the server ended with status {process.returncode}: {last}")
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
             return

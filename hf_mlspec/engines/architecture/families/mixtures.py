@@ -36,6 +36,7 @@ ENTRIES = (
     replace(
         LLAMA,
         class_name="GptOssForCausalLM",
+        windows="by layer type",
         rotation="halves of single columns",
         sinks="self_attn.sinks",
         mlp="experts",
