@@ -119,7 +119,7 @@ _LATER = {
     "gpt-neox": ("GPTNeoXConfig", {}),
     "falcon": (
         "FalconConfig",
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 172, "bias": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 176, "bias": True},
     ),
     "falcon-one-norm": (
         "FalconConfig",

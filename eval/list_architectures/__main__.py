@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN
 from hf_mlspec.engines.architecture.description import not_served
-from hf_mlspec.engines.modules.states import keeps_state
+from hf_mlspec.engines.modules.states import attends_by_itself, keeps_state, row_by_row
 from hf_mlspec.integration.request import check_model
 
 from .small import PAD, SETTINGS, VOCAB, small
@@ -102,9 +102,18 @@ def ran(name: str, kind: str) -> Row:
         for row, own in zip(found, stock, strict=True):
             if not torch.equal(row[-len(own) :], own):
                 raise RuntimeError(f"{name} writes other ids with {levels} than transformers without")
-    why = "a state" if keeps_state(model) else "an attention of its own"
     both = ", as a decoder (`is_decoder=True`)" if SETTINGS[name].get("is_decoder") else ""
-    return Row(name, BY_MODULE, BY_MODULE, f"row by row, for {why}{both}")
+    return Row(name, BY_MODULE, BY_MODULE, f"{why_row_by_row(model)}{both}")
+
+
+def why_row_by_row(model: PreTrainedModel) -> str:
+    """Why each row of a model takes passes of its own; "" where rows share them."""
+    if not row_by_row(model):
+        return ""
+    for is_so, why in ((keeps_state, "a state"), (attends_by_itself, "an attention of its own")):
+        if is_so(model):
+            return f"row by row, for {why}"
+    return "row by row, for the chunks or windows that its layers see"
 
 
 def asked(name: str, kind: str) -> Row:
@@ -123,7 +132,7 @@ def asked(name: str, kind: str) -> Row:
     except (TypeError, ValueError) as error:
         if "meta device" not in str(error):
             return Row(name, "stock", REFUSED, _said(str(error), name))
-    return Row(name, BY_MODULE, BY_MODULE, "it has no description")
+    return Row(name, BY_MODULE, BY_MODULE, why_row_by_row(model) or "it has no description")
 
 
 def _shorten(config, entry: str) -> None:

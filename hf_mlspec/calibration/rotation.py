@@ -321,12 +321,12 @@ def _rotate_values(
     first = 0 if "v" in parts else (own.queries + own.keys) * own.dim
     values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
     signs = _signs_before(how, own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
-
     for parameter in (values.weight, values.bias):
         if parameter is not None:
-            rows = parameter[first:]  # [keys * dim, ...]
-            heads = _wide(rows).view(own.keys, own.dim, -1).transpose(1, 2)
-            _write(rows, how.rotate(heads * signs[:, None]).transpose(1, 2).reshape(rows.shape))
+            some = max(1, ROWS // own.dim)
+            for rows, sign in zip(parameter[first:].split(some * own.dim), signs.split(some), strict=True):
+                heads = _wide(rows).view(len(sign), own.dim, -1).transpose(1, 2)
+                _write(rows, how.rotate(heads * sign[:, None]).transpose(1, 2).reshape(rows.shape))
     signs = signs.repeat_interleave(own.queries // own.keys, 0)
     for some in out.split(ROWS):
         _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * signs).flatten(1))

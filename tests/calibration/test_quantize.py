@@ -196,7 +196,12 @@ def test_rotations_that_do_not_fit_are_refused_before_the_model_changes(tmp_path
 
 def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):
     seen, feedback = [], pipeline.feedback_weight
-    monkeypatch.setattr(pipeline, "feedback_weight", lambda *given: seen.append(given) or feedback(*given))
+
+    def noting(wide, hessian, *given, **how):
+        seen.append((given[2], hessian.clone()))  # which the factor overwrites
+        return feedback(wide, hessian, *given, **how)
+
+    monkeypatch.setattr(pipeline, "feedback_weight", noting)
     model = model_of()
     rotate(model)
     down, inputs = model.model.layers[0].mlp.down_proj, []
@@ -207,7 +212,7 @@ def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):
         x = down.transform.apply(inputs.pop(), down.transform_tensors())[0]
         hessian += x.T @ x
     quantize(model)
-    (given,) = (one for one in seen if one[4] == "model.layers.0.mlp.down_proj")
+    (given,) = (one for one in seen if one[0] == "model.layers.0.mlp.down_proj")
     # What comes before it in the block is not rounded yet.
     torch.testing.assert_close(given[1], hessian, rtol=1e-3, atol=1e-3)
 

@@ -20,6 +20,7 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.engine import Guess
+from hf_mlspec.engines.modules.states import _masks_windows
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -354,3 +355,8 @@ def test_an_entry_is_all_that_another_class_needs(describe):
     hf_mlspec.prepare(model)
     assert isinstance(decoder_of(model, "cpu"), CpuDecoder)
     assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=20), stock)
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if hasattr(transformers, name)])
+def test_windows_are_said_of_the_classes_that_mask_them(name):
+    assert _masks_windows(getattr(transformers, name)) == (KNOWN[name].windows != "none")

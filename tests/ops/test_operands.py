@@ -273,7 +273,7 @@ OPERANDS = {op: good for op in OPS} | {op: test_step_ops.good for op in test_ste
 
 @pytest.mark.parametrize("op", OPERANDS)
 def test_operands_on_two_devices_are_refused(op):
-    one_tensor = op in ("quantize_rows", "gated")
+    one_tensor = op in ("quantize_rows", "gated", "gated_pairs")
     assert cases.refuses_two_devices(op, OPERANDS[op](op)) == (not one_tensor)
 
 

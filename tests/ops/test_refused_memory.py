@@ -60,7 +60,7 @@ def called(made, name):
 
 for name in ("score", "draft", "draft_checked"):
     expected, count, told, served = called(decoder(), name), 0, 0, False
-    words = f"{name}: no memory for the activations and logits of 40 tokens in 1 rows: pass fewer"
+    words = f"{name}: no memory for the activations of 40 tokens in 1 rows: pass fewer"
     while not served:
         made, found = decoder(), None
         memory.refuse_after(count)
@@ -79,6 +79,7 @@ for name in ("score", "draft", "draft_checked"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 @pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="no C++ compiler here, or no LD_PRELOAD")
 @pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer has its own operator new")

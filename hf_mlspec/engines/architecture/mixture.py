@@ -63,11 +63,7 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
             f"experts of {original.sizes['down_proj'][0]} elements"
         )
     chosen = getattr(router, entry.chosen)
-    if not 1 <= chosen <= original.num_experts:
-        raise ValueError(
-            f"layer {index} sends each token to {chosen} experts and has {original.num_experts}: choose 1 to "
-            f"{original.num_experts} as the config's num_experts_per_tok"
-        )
+    _require_choice(chosen, original.num_experts, index)
     _require_finite(weight, index)
     if bias is not None:
         _require_finite(bias.detach()[:, None], index)
@@ -85,6 +81,14 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         shared,
         _gate_of(layer.get_submodule(entry.shared_gate), index) if shared else None,
     )
+
+
+def _require_choice(chosen: int, experts: int, index: int) -> None:
+    if not 1 <= chosen <= experts:
+        raise ValueError(
+            f"layer {index} sends each token to {chosen} experts and has {experts}: choose 1 to "
+            f"{experts} as the config's num_experts_per_tok"
+        )
 
 
 def _gate_of(linear: nn.Module, index: int) -> Tensor:

@@ -236,6 +236,8 @@ def prepared_forward(model: nn.Module) -> Forward:
             states = {name: value for name, value in kept.items() if value is not None}
             if "position_ids" in takes:
                 states["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            if "logits_to_keep" in takes:
+                states["logits_to_keep"] = 1
         new = None if first else tokens.shape[1] - length
         how = {"next_sequence_length": new, "is_first_iteration": first}
         out = model(**model.prepare_inputs_for_generation(tokens, **how, **states), return_dict=True)

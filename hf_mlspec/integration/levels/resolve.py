@@ -37,9 +37,6 @@ Built = TypeVar("Built")
 # One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
 # sets for all threads.
 _BUILDING = threading.RLock()
-# One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
-# sets for all threads.
-_BUILDING = threading.RLock()
 _VIEWS = {"early_exit": early_exit, "experts": fewer_experts}  # how those of words.py are made of the target
 
 

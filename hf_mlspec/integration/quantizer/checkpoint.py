@@ -90,9 +90,10 @@ def require_own_shards(*folders: str | Path) -> None:
     A hub name, which is no folder here, passes: the hub serves a repository's own files only.
     """
     for index in sorted({file for folder in folders for kind in _INDEXES for file in Path(folder).glob(kind)}):
+        told = read_object(index)
         try:
-            entries = read_object(index)["weight_map"].items()
-        except (ValueError, KeyError, AttributeError) as error:
+            entries = told["weight_map"].items()
+        except (KeyError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: it holds no weight_map that can be read ({error!r})") from error
         kind = ".bin" if ".bin." in index.name else ".safetensors"
         for name, entry in entries:

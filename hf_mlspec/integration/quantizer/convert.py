@@ -101,7 +101,7 @@ def _require_sayable(source: str, to: str) -> None:
     does = {
         "kv_cache": kept_in is not None and f"keeps keys and values as {kept_in}",
         "activation_bits": bits not in (None, 16) and f"multiplies activations of {bits} bits",
-        "activation_clip": clip not in (None, 1) and f"clips activations at {clip:g} of their largest",
+        "activation_clip": clip not in (None, 1) and f"clips activations at {clip} of their largest",
     }
     for name, words in does.items():
         if words:

@@ -31,7 +31,7 @@ auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute
   try {
     return compute();
   } catch (const std::bad_alloc&) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, call, ": no memory for the activations and logits of ", tokens.size(), " tokens in ",
+    TORCH_CHECK_WITH(OutOfMemoryError, false, call, ": no memory for the activations of ", tokens.size(), " tokens in ",
                      counts.size(), " rows: pass fewer tokens or rows at a time, or free what else is in memory");
   }
 }
