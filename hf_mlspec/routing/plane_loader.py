@@ -18,6 +18,7 @@ from torch import Tensor
 from ..engines.memory import out_of_memory
 from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
+from ..nn.state import say_once
 from .plane_room_cuda import CudaRoom
 from .plane_rooms import Fetch, Room, sizes_on
 from .plane_slots import always, require_budget, room_on
@@ -25,6 +26,7 @@ from .plane_store import PlaneError, PlaneStore
 
 _AGING = 0.9  # of what was read, pass by pass
 _CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
+_REST = 64  # passes in which nothing more is kept, once there was no memory for it
 
 
 class Layer:
@@ -64,6 +66,7 @@ class PlaneLoader:
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, list[PlaneCounts]]] = []
         self._open, self.used = True, self.always
         self._before = self._next = -1  # the last layer asked for, and the last one fetched ahead
+        self._rest = 0  # passes until layers are kept again
         self._missing = 0  # layers whose low planes are not resident
         self._place_of: dict[PlanesLinear, int] = {}
         self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
@@ -194,6 +197,7 @@ class PlaneLoader:
         if self._before >= 0:
             self._after[self._before] = layer.place
         if layer.place <= self._before:  # a new pass
+            self._rest = max(self._rest - 1, 0)
             for own in self.layers:
                 own.reads *= _AGING
         self._before = layer.place
@@ -216,15 +220,31 @@ class PlaneLoader:
             self._free.append(fetch.slot)
 
     def _used(self, layer: Layer, fetch: Fetch) -> None:
-        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case."""
+        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case. The
+        product is done: for want of memory it does not fail, and for some passes nothing more is kept."""
         try:
-            if fetch.count == layer.low and self._make_room(layer):
+            if fetch.count == layer.low and not self._rest and self._make_room(layer):
                 self.room.keep(fetch)
                 layer.resident = True
                 self._missing -= 1
                 self.used += self._low(layer.place)
+        except (MemoryError, RuntimeError) as error:
+            self._require_full(error, "to keep planes")
+            self._rest = _REST
         finally:
             self._release(fetch, layer.resident)
+
+    def _require_full(self, error: Exception, what: str) -> None:
+        """Say that there was no memory for something that can be left out; raise any other error."""
+        if not (isinstance(error, MemoryError) or out_of_memory(error)):
+            raise error
+        reason = str(error).partition("\n")[0]
+        say_once(
+            self.layers[0].linear,
+            f"no memory on {self.device} {what}, below plane_budget ({reason}): products fetch them later and are "
+            "slower, give a lower budget",
+            kind=what,
+        )
 
     def _make_room(self, layer: Layer) -> bool:
         """Whether the low planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
@@ -258,8 +278,13 @@ class PlaneLoader:
                 return
             at = self._after.get(at, 0)
             layer = self.layers[at]
-            if not layer.resident and at not in self._waiting and at != self._before:
-                self._waiting[at] = self._start(at, layer.last - self.top)
+            asked = layer.linear in self._place_of and not layer.resident  # not given back
+            if asked and at not in self._waiting and at != self._before:
+                try:
+                    self._waiting[at] = self._start(at, layer.last - self.top)
+                except (MemoryError, RuntimeError) as error:
+                    self._require_full(error, "to fetch planes ahead")
+                    return
                 self._next = at
 
     def _stalled(self, waited: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:

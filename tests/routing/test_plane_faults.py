@@ -120,6 +120,70 @@ def test_a_room_that_fails_at_any_call_leaks_nothing_and_no_product_is_wrong(wan
         assert product(own, 3, 8).equal(product(list(layers().values()), 3, 8))
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
+@pytest.mark.parametrize("name", ["keep", "start"])
+def test_no_memory_for_what_can_be_left_out_costs_no_product(wanted, monkeypatch, caplog, name, error):
+    linears = layers()
+    loader, own, tried = streamed(linears), list(linears.values()), []
+    plain = getattr(loader.room, name)
+
+    def full(fetch):
+        if name == "start" and not inside:  # what a product asks for itself is there
+            return plain(fetch)
+        tried.append(fetch)
+        raise error
+
+    inside: list[bool] = []
+    ahead = loader._fetch_ahead
+    monkeypatch.setattr(loader, "_fetch_ahead", lambda *args: (inside.append(True), ahead(*args), inside.clear()))
+    monkeypatch.setattr(loader.room, name, full)
+    for _ in range(3):
+        for which, expected in zip(PRODUCTS, wanted, strict=True):
+            assert product(own, *which).equal(expected)
+            require_counted(loader)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert "no memory" in said[0]
+    assert tried
+    if name == "keep":
+        assert len(tried) == 1  # and no other layer lost its place for it
+        assert loader.counts.evicted <= 8 - TOP
+        monkeypatch.setattr(loader.room, name, plain)
+        for _ in range(80):
+            product(own, 3, 8)
+        assert loader.layers[3].resident
+    require_counted(loader)
+    loader.give_back()
+    assert all(linear.source is None for linear in own)
+
+
+def test_layers_that_were_given_back_are_not_fetched_ahead(wanted, monkeypatch):
+    linears = layers()
+    loader, own, calls, started = streamed(linears), list(linears.values()), [], []
+    plain, start = loader.room.whole, loader.room.start
+
+    def fails(place):
+        calls.append(place)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(place)
+
+    monkeypatch.setattr(loader.room, "whole", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        loader.give_back()
+    monkeypatch.setattr(loader.room, "whole", plain)
+    monkeypatch.setattr(loader.room, "start", lambda fetch: (started.append(fetch.place), start(fetch)))
+    assert [linear.source is None for linear in own] == [True, True, False, False]
+    for _ in range(3):
+        for which, expected in zip(PRODUCTS, wanted, strict=True):
+            assert product(own, *which).equal(expected)
+    assert started
+    assert not {0, 1} & {*started}
+    loader.give_back()
+    assert all(linear.source is None for linear in own)
+    assert product(own, *PRODUCTS[0]).equal(wanted[0])
+
+
 def test_the_budget_is_not_exceeded_while_one_layer_takes_the_place_of_another(monkeypatch):
     linears = layers()
     loader, own, order = streamed(linears), list(linears.values()), []
