@@ -104,8 +104,10 @@ class PlaneLoader:
         with self._lock:
             self.reset()
             for linear, place in list(self._place_of.items()):
-                tiles = self.room.whole(place), linear.weight_scale.data
-                if home and (origin := self.layers[place].home) != self.device:
+                origin = self.layers[place].home if home else self.device
+                moves = origin != self.device  # there may be no memory on the device: it is why they go home
+                tiles = self.room.whole(place, on_host=moves), linear.weight_scale.data
+                if moves:
                     parts = linear.packing.unprepack(*(own.to(origin) for own in tiles), None, linear.out_features)
                     tiles = linear.packing.prepack(*parts[:2], None)[:2]
                 linear.stream_(None, tiles)
