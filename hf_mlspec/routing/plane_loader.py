@@ -18,10 +18,9 @@ from torch import Tensor
 from ..engines.memory import out_of_memory
 from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
-from ..nn.state import say_once
 from .plane_room_cuda import CudaRoom
 from .plane_rooms import Fetch, Room, sizes_on
-from .plane_slots import always, require_budget, room_on
+from .plane_slots import always, require_budget, require_full, room_on
 from .plane_store import PlaneError, PlaneStore
 
 _AGING = 0.9  # of what was read, pass by pass
@@ -231,22 +230,10 @@ class PlaneLoader:
                 self._missing -= 1
                 self.used += self._low(layer.place)
         except (MemoryError, RuntimeError) as error:
-            self._require_full(error, "to keep planes")
+            require_full(error, self.layers[0].linear, "to keep planes")
             self._rest = _REST
         finally:
             self._release(fetch, layer.resident)
-
-    def _require_full(self, error: Exception, what: str) -> None:
-        """Say that there was no memory for something that can be left out; raise any other error."""
-        if not (isinstance(error, MemoryError) or out_of_memory(error)):
-            raise error
-        reason = str(error).partition("\n")[0]
-        say_once(
-            self.layers[0].linear,
-            f"no memory on {self.device} {what}, below plane_budget ({reason}): products fetch them later and are "
-            "slower, give a lower budget",
-            kind=what,
-        )
 
     def _make_room(self, layer: Layer) -> bool:
         """Whether the low planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
@@ -285,7 +272,7 @@ class PlaneLoader:
                 try:
                     self._waiting[at] = self._start(at, layer.last - self.top)
                 except (MemoryError, RuntimeError) as error:
-                    self._require_full(error, "to fetch planes ahead")
+                    require_full(error, self.layers[0].linear, "to fetch planes ahead")
                     return
                 self._next = at
 
