@@ -54,8 +54,10 @@ def stream_planes(
         try:
             model.to(target)
         except BaseException:
-            loader.give_back(home=True)
-            model.to(home)
+            try:
+                loader.give_back(home=True)
+            finally:
+                model.to(home)
             raise
         if getattr(model, "hf_device_map", None):
             model.hf_device_map = {"": target}
@@ -119,8 +121,11 @@ def device_of_map(device_map: Any) -> Any:
 def _end(model: PreTrainedModel) -> PreTrainedModel:
     loader = source_of(model)
     if loader is not None:
-        loader.give_back()
-        drop_outdated(model)
+        drop_outdated(model)  # their memory may be needed
+        try:
+            loader.give_back()
+        finally:
+            drop_outdated(model)
     return model
 
 

@@ -20,11 +20,12 @@ from ..nn.plane_source import PlaneCounts
 from ..nn.planes import PlanesLinear
 from .plane_room_cuda import CudaRoom
 from .plane_rooms import Fetch, Room, sizes_on
-from .plane_slots import always, require_budget, room_on
+from .plane_slots import always, require_budget, require_full, room_on
 from .plane_store import PlaneError, PlaneStore
 
 _AGING = 0.9  # of what was read, pass by pass
 _CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
+_REST = 64  # passes in which nothing more is kept, once there was no memory for it
 
 
 class Layer:
@@ -64,6 +65,7 @@ class PlaneLoader:
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, list[PlaneCounts]]] = []
         self._open, self.used = True, self.always
         self._before = self._next = -1  # the last layer asked for, and the last one fetched ahead
+        self._rest = 0  # passes until layers are kept again
         self._missing = 0  # layers whose low planes are not resident
         self._place_of: dict[PlanesLinear, int] = {}
         self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
@@ -101,8 +103,10 @@ class PlaneLoader:
         with self._lock:
             self.reset()
             for linear, place in list(self._place_of.items()):
-                tiles = self.room.whole(place), linear.weight_scale.data
-                if home and (origin := self.layers[place].home) != self.device:
+                origin = self.layers[place].home if home else self.device
+                moves = origin != self.device  # there may be no memory on the device: it is why they go home
+                tiles = self.room.whole(place, on_host=moves), linear.weight_scale.data
+                if moves:
                     parts = linear.packing.unprepack(*(own.to(origin) for own in tiles), None, linear.out_features)
                     tiles = linear.packing.prepack(*parts[:2], None)[:2]
                 linear.stream_(None, tiles)
@@ -194,6 +198,7 @@ class PlaneLoader:
         if self._before >= 0:
             self._after[self._before] = layer.place
         if layer.place <= self._before:  # a new pass
+            self._rest = max(self._rest - 1, 0)
             for own in self.layers:
                 own.reads *= _AGING
         self._before = layer.place
@@ -216,13 +221,17 @@ class PlaneLoader:
             self._free.append(fetch.slot)
 
     def _used(self, layer: Layer, fetch: Fetch) -> None:
-        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case."""
+        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case. The
+        product is done: for want of memory it does not fail, and for some passes nothing more is kept."""
         try:
-            if fetch.count == layer.low and self._make_room(layer):
+            if fetch.count == layer.low and not self._rest and self._make_room(layer):
                 self.room.keep(fetch)
                 layer.resident = True
                 self._missing -= 1
                 self.used += self._low(layer.place)
+        except (MemoryError, RuntimeError) as error:
+            require_full(error, self.layers[0].linear, "to keep planes")
+            self._rest = _REST
         finally:
             self._release(fetch, layer.resident)
 
@@ -258,8 +267,13 @@ class PlaneLoader:
                 return
             at = self._after.get(at, 0)
             layer = self.layers[at]
-            if not layer.resident and at not in self._waiting and at != self._before:
-                self._waiting[at] = self._start(at, layer.last - self.top)
+            asked = layer.linear in self._place_of and not layer.resident  # not given back
+            if asked and at not in self._waiting and at != self._before:
+                try:
+                    self._waiting[at] = self._start(at, layer.last - self.top)
+                except (MemoryError, RuntimeError) as error:
+                    require_full(error, self.layers[0].linear, "to fetch planes ahead")
+                    return
                 self._next = at
 
     def _stalled(self, waited: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:

@@ -166,9 +166,10 @@ class CudaRoom:
         if low is not None and self._stream is not None:
             low.record_stream(self._stream)  # for others when the last product, which may have read it, has ended
 
-    def whole(self, place: int) -> Tensor:
+    def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         self._behind_the_last()
-        top, own = self._top[place], self._sizes[place]
+        own, device = self._sizes[place], torch.device("cpu") if on_host else self.device
+        top = self._top[place].to(device)
         count = own.planes - self.top
         tiles = top.new_empty(*top.shape[:2], top.shape[2] + 2 * count * tiles_cuda.PLANE_BYTES)
         self._halves(tiles)[..., : top.shape[2] // 2] = self._halves(top)
@@ -176,8 +177,7 @@ class CudaRoom:
         if low is None:
             low = torch.empty(count, own.plane, dtype=torch.uint8)
             self._store.read(place, 0, low)
-            low = low.to(self.device)
-        low = low.view(count, *top.shape[:2], 2, tiles_cuda.PLANE_BYTES)
+        low = low.to(device).view(count, *top.shape[:2], 2, tiles_cuda.PLANE_BYTES)
         self._planes(tiles, self.top, count).copy_(low.permute(1, 2, 3, 0, 4))
         return tiles
 

@@ -74,8 +74,8 @@ class Room(Protocol):
     def drop(self, place: int) -> None:
         """They are no longer."""
 
-    def whole(self, place: int) -> Tensor:
-        """plane_tiles with all planes: a copy."""
+    def whole(self, place: int, *, on_host: bool = False) -> Tensor:
+        """plane_tiles with all planes: a copy. on_host: put together there, without memory of the device."""
 
     def leave(self, place: int) -> None:
         """Hold nothing of this layer any longer."""
@@ -148,7 +148,7 @@ class CpuRoom:
             self._maps[place].madvise(mmap.MADV_DONTNEED, first, length)
         self._resident.discard(place)
 
-    def whole(self, place: int) -> Tensor:
+    def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         tiles = self._held[place].clone() if place in self._resident else torch.empty_like(self._held[place])
         if place not in self._resident:
             tiles[: self.top] = self._held[place][: self.top]

@@ -1,4 +1,4 @@
-"""For how many layers has a budget room, and is it enough for what is always there?"""
+"""For how many layers has a budget room, is it enough for what is always there, and what if memory ends below it?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from ..engines.memory import out_of_memory
 from ..nn.planes import PlanesLinear
+from ..nn.state import say_once
 from .plane_room_cuda import CudaRoom
 from .plane_rooms import CpuRoom, Sizes, sizes_on
 
@@ -43,3 +45,16 @@ def require_budget(linears: Mapping[str, PlanesLinear], device: torch.device, bu
     half = (budget + need) // 2  # the other half is for low planes that stay
     more = range(min(SLOTS, len(sizes)), least, -1)
     return next((own for own in more if stays + kind.needed(sizes, top, own) <= half), least)
+
+
+def require_full(error: Exception, told: PlanesLinear, what: str) -> None:
+    """Say, once for a layer, that there was no memory for something that can be left out; raise any other error."""
+    if not (isinstance(error, MemoryError) or out_of_memory(error)):
+        raise error
+    reason, device = str(error).partition("\n")[0], told.weight_planes.device
+    say_once(
+        told,
+        f"no memory on {device} {what}, below plane_budget ({reason}): products fetch them later and are slower, give "
+        "a lower budget",
+        kind=what,
+    )

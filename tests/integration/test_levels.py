@@ -20,6 +20,7 @@ from hf_mlspec import NGram, PromptLookup, SpeculationConfig
 from hf_mlspec.formats import FORMATS, CastWord
 from hf_mlspec.integration.config import NUM_DRAFT_TOKENS
 from hf_mlspec.integration.levels import resolve as levels_module
+from hf_mlspec.integration.levels import words
 from hf_mlspec.integration.levels.load import load_level
 from hf_mlspec.integration.levels.resolve import _cast_options, resolve
 from hf_mlspec.integration.levels.words import Word, as_words, parse_level
@@ -394,3 +395,7 @@ def test_a_file_of_a_level_that_is_cut_short_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors \([\d,]+ bytes\) is damaged or not whole.*download it"):
         resolve(tiny(seed=2), [str(tmp_path)], None, SpeculationConfig())
+
+
+def test_every_word_for_a_view_is_made_and_every_view_has_its_word():
+    assert levels_module._VIEWS.keys() == words._VIEWS.keys()

@@ -16,6 +16,7 @@ import hf_mlspec
 from hf_mlspec.formats import PlanesWeight
 from hf_mlspec.nn.plane_source import PlaneCounts
 from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.routing.plane_loader import PlaneLoader
 from hf_mlspec.routing.plane_rooms import CpuRoom, sizes_on
 from hf_mlspec.routing.plane_store import FileStore, HostStore, PlaneError
@@ -118,6 +119,70 @@ def test_a_room_that_fails_at_any_call_leaks_nothing_and_no_product_is_wrong(wan
         loader.give_back()
         assert all(linear.source is None for linear in own)
         assert product(own, 3, 8).equal(product(list(layers().values()), 3, 8))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no memory")])
+@pytest.mark.parametrize("name", ["keep", "start"])
+def test_no_memory_for_what_can_be_left_out_costs_no_product(wanted, monkeypatch, caplog, name, error):
+    linears = layers()
+    loader, own, tried = streamed(linears), list(linears.values()), []
+    plain = getattr(loader.room, name)
+
+    def full(fetch):
+        if name == "start" and not inside:  # what a product asks for itself is there
+            return plain(fetch)
+        tried.append(fetch)
+        raise error
+
+    inside: list[bool] = []
+    ahead = loader._fetch_ahead
+    monkeypatch.setattr(loader, "_fetch_ahead", lambda *args: (inside.append(True), ahead(*args), inside.clear()))
+    monkeypatch.setattr(loader.room, name, full)
+    for _ in range(3):
+        for which, expected in zip(PRODUCTS, wanted, strict=True):
+            assert product(own, *which).equal(expected)
+            require_counted(loader)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert "no memory" in said[0]
+    assert tried
+    if name == "keep":
+        assert len(tried) == 1  # and no other layer lost its place for it
+        assert loader.counts.evicted <= 8 - TOP
+        monkeypatch.setattr(loader.room, name, plain)
+        for _ in range(80):
+            product(own, 3, 8)
+        assert loader.layers[3].resident
+    require_counted(loader)
+    loader.give_back()
+    assert all(linear.source is None for linear in own)
+
+
+def test_layers_that_were_given_back_are_not_fetched_ahead(wanted, monkeypatch):
+    linears = layers()
+    loader, own, calls, started = streamed(linears), list(linears.values()), [], []
+    plain, start = loader.room.whole, loader.room.start
+
+    def fails(place, **options):
+        calls.append(place)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(place, **options)
+
+    monkeypatch.setattr(loader.room, "whole", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        loader.give_back()
+    monkeypatch.setattr(loader.room, "whole", plain)
+    monkeypatch.setattr(loader.room, "start", lambda fetch: (started.append(fetch.place), start(fetch)))
+    assert [linear.source is None for linear in own] == [True, False, False, False]
+    for _ in range(3):
+        for which, expected in zip(PRODUCTS, wanted, strict=True):
+            assert product(own, *which).equal(expected)
+    assert started
+    assert 0 not in started
+    loader.give_back()
+    assert all(linear.source is None for linear in own)
+    assert product(own, *PRODUCTS[0]).equal(wanted[0])
 
 
 def test_the_budget_is_not_exceeded_while_one_layer_takes_the_place_of_another(monkeypatch):
@@ -224,6 +289,73 @@ def test_an_end_that_fails_half_way_ends_at_the_second_call(model, tmp_path, mon
     assert all(own.source is None for own in planes_of(model).values())
     assert not list(tmp_path.iterdir())
     assert model(IDS).logits.equal(logits)
+
+
+def test_a_model_that_cannot_move_goes_home_without_memory_of_the_device(model, tmp_path, monkeypatch):
+    logits, moved, plain, hosts = model(IDS).logits, [], model.to, []
+    whole = CpuRoom.whole
+
+    def to(device):
+        moved.append(str(device))
+        if len(moved) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(device)
+
+    def counted(self, place, *, on_host=False):
+        hosts.append(on_host)
+        return whole(self, place, on_host=on_host)
+
+    monkeypatch.setattr(model, "to", to)
+    monkeypatch.setattr(CpuRoom, "whole", counted)
+    with pytest.raises(torch.OutOfMemoryError):
+        hf_mlspec.stream_planes(model, budget_of(model), folder=tmp_path, device="cpu:0")  # unlike "cpu", where it is
+    assert moved == ["cpu:0", "cpu"]
+    assert hosts == [True] * len(planes_of(model))
+    assert all(own.source is None for own in planes_of(model).values())
+    assert not list(tmp_path.iterdir())
+    assert model(IDS).logits.equal(logits)
+
+
+def test_a_way_home_that_fails_at_its_end_still_moves_the_model(model, tmp_path, monkeypatch):
+    logits, moved, plain, close = model(IDS).logits, [], model.to, FileStore.close
+
+    def to(device):
+        moved.append(str(device))
+        if len(moved) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return plain(device)
+
+    def fails(self):
+        close(self)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(model, "to", to)
+    monkeypatch.setattr(FileStore, "close", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        hf_mlspec.stream_planes(model, budget_of(model), folder=tmp_path, device="cpu:0")
+    assert moved == ["cpu:0", "cpu"]
+    assert all(own.source is None for own in planes_of(model).values())
+    assert model(IDS).logits.equal(logits)
+
+
+def test_an_end_lets_go_of_outdated_decoders_first_and_where_it_fails(model, tmp_path, monkeypatch):
+    hf_mlspec.stream_planes(model, budget_of(model), folder=tmp_path)
+    decoders, held = lambda: state_of(model).decoders, []
+
+    def fails(self):
+        held.append(dict(decoders()))
+        decoders()[object] = (), object()
+        raise torch.OutOfMemoryError("out of memory")
+
+    decoders()[object] = (), object()
+    monkeypatch.setattr(PlaneLoader, "give_back", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        hf_mlspec.stream_planes(model, None)
+    monkeypatch.undo()
+    assert held == [{}]
+    assert object not in decoders()
+    hf_mlspec.stream_planes(model, None)
+    assert all(own.source is None for own in planes_of(model).values())
 
 
 def test_a_file_that_is_removed_while_it_is_written_is_an_error(model, tmp_path, monkeypatch):
