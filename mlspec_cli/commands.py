@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from .parser import Parser
-from .values import clip, gap, numbers, port, positive, positives, seconds, seed, size, text
+from .values import clip, gap, interval, numbers, port, positive, positives, seconds, seed, size, text
 
 
 def add_commands(top: Parser) -> list[str]:
@@ -199,9 +199,9 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--prefix-cache", type=text, default="256MiB", metavar="BYTES",
                         help="keys and values kept of prompts, for those that begin alike: 1GiB, or 0 for none "
                              "(default %(default)s)")
-    parser.add_argument("--stream-interval", type=seconds, default=0.04, metavar="SECONDS",
+    parser.add_argument("--stream-interval", type=interval, default=0.04, metavar="SECONDS",
                         help="least time between two events of a stream behind its first: what shorter rounds bring "
-                             "comes together (default %(default)s)")
+                             "comes together; 0: an event for each round (default %(default)s)")
     parser.add_argument("--grace", type=seconds, default=30.0, metavar="SECONDS",
                         help="that running answers have to end after a signal to stop (default %(default)s)")
     _add_serving_limits(parser)

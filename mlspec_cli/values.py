@@ -65,6 +65,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def interval(text: str) -> float:
+    """The least time between two events; 0 lets each come when it may."""
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is no time between events, a number of seconds of 0 or more")
+    return value
+
+
 def size(text: str) -> str:
     """Of a file, in the words of save_pretrained."""
     if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", text):

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, T5Co
 
 import hf_mlspec
 from hf_mlspec.cli import main
+from mlspec_cli.commands import add_commands
+from mlspec_cli.parser import Parser
 
 
 @pytest.fixture
@@ -48,6 +50,21 @@ def test_a_bad_prompts_file_is_refused(capsys, tmp_path, saved_model, name, cont
     (["--level", "mxfp4", "--dtype", "bfloat16", "--tolerate-ties", "1e-5"], "not bfloat16")])
 def test_a_bad_option_is_refused(capsys, saved_model, prompts, change, message):
     assert message in refusal(capsys, "verify", saved_model, "--prompts", prompts, *change)
+
+
+@pytest.mark.parametrize(("word", "message"), [
+    ("-1", "--stream-interval: -1 is no time between events"), ("inf", "--stream-interval: inf is no time"),
+    ("nan", "--stream-interval: nan is no time"), ("soon", "--stream-interval: invalid interval value: 'soon'")])
+def test_a_time_between_events_that_is_none_is_refused(capsys, word, message):
+    assert message in refusal(capsys, "serve", "--stream-interval", word)
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 0.04), (["0"], 0.0), (["0.5"], 0.5)])
+def test_events_may_come_round_by_round(words, seconds):
+    top = Parser(prog="mlspec")
+    add_commands(top)
+    given = ["--stream-interval", *words] if words else []
+    assert top.parse_args(["serve", *given]).stream_interval == seconds
 
 
 def test_a_missing_prompts_file_is_refused(capsys, saved_model):

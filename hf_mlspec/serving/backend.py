@@ -23,6 +23,7 @@ from ..integration.stream.stream import stream_in_rounds
 from .errors import ApiError, busy, ending
 
 _LOG = logging.getLogger("mlspec.serving")
+_UNCOUNTED = 1.0  # seconds of rounds, at most, that `watch` does not know of
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Backend:
         self._round = 0.0  # when the last round ended
         self._levels: Counter[str | None] = Counter()  # of tokens that `watch` does not know of; and passes of the
         self._passes = 0  # target, one for each row of each
+        self._counted = 0.0  # when `watch` was told of them last
         self._thread = threading.Thread(target=self._run, name="mlspec-decoding", daemon=True)
 
     def start(self) -> None:
@@ -218,6 +220,8 @@ class Backend:
         next_round, self._round = 2 * now - self._round, now
         due = {id(event.request): event.request for event in told if self._gained(event, now)}
         due |= {key: one for key, one in self._untold.items() if next_round - one.heard >= one.every}
+        if due or now - self._counted >= _UNCOUNTED:
+            self._count(now)
         if due:
             self._hand_over(list(due.values()), now)
 
@@ -244,10 +248,13 @@ class Backend:
         self._untold[id(ticket)] = ticket
         return is_first
 
+    def _count(self, now: float) -> None:
+        """Let `watch` know what was written since it heard of it last."""
+        self.watch.wrote(self._levels, self._passes)
+        self._levels, self._passes, self._counted = Counter(), 0, now
+
     def _hand_over(self, tickets: list[Ticket], now: float) -> None:
         """Let the listeners of tickets hear their news, each in its event loop."""
-        self.watch.wrote(self._levels, self._passes)
-        self._levels, self._passes = Counter(), 0
         loops: dict[AbstractEventLoop, list[tuple[Listener, News]]] = {}
         for ticket in tickets:
             self._untold.pop(id(ticket), None)

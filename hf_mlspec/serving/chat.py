@@ -23,14 +23,14 @@ _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
 
 class Chat:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. tokenizer: makes ids of text; writing: another one, which makes text of ids."""
 
     fields = frozenset({"messages", "max_completion_tokens", "tools", "tool_choice", "top_logprobs",
                         "chat_template_kwargs"})  # fmt: skip
     word, chunk_word, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, writing: Any) -> None:
+        self.model, self.tokenizer, self.writing = model, tokenizer, writing
 
     def prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The ids of the one prompt that a chat is. ApiError 400 for messages that are none."""
@@ -57,8 +57,8 @@ class Chat:
         options = {"tools": body["tools"]} if body.get("tools") and _TAKES_TOOLS else {}
         parser = build_response_parser(self.tokenizer, self.model, self._read_before(prompt), **options)
         if parser is None:
-            return PlainPieces(stops, self.tokenizer)
-        return ParsedPieces(stops, self.tokenizer._tokenizer, parser)
+            return PlainPieces(stops, self.writing)
+        return ParsedPieces(stops, self.writing._tokenizer, parser)
 
     def _read_before(self, prompt: list[int]) -> list[int]:
         """The prompt, if it opens an answer as the response template knows it: of another one a parser would take

@@ -10,13 +10,14 @@ from .pieces import PlainPieces
 
 
 class Completions:
-    """`/v1/completions`: a text, ids, or a list of either."""
+    """`/v1/completions`: a text, ids, or a list of either. tokenizer, writing: as of Chat."""
 
     fields = frozenset({"prompt"})
     word, chunk_word, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.tokenizer, self.vocab_size = tokenizer, model.config.get_text_config().vocab_size
+    def __init__(self, model: Any, tokenizer: Any, writing: Any) -> None:
+        self.tokenizer, self.writing = tokenizer, writing
+        self.vocab_size = model.config.get_text_config().vocab_size
 
     def prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The ids of every prompt. ApiError 400 for what is none."""
@@ -35,7 +36,7 @@ class Completions:
 
     def pieces(self, body: dict[str, Any], prompt: list[int], stops: list[str]) -> PlainPieces:
         """What shows an answer to this prompt."""
-        return PlainPieces(stops, self.tokenizer)
+        return PlainPieces(stops, self.writing)
 
     def opening(self, choice: Choice) -> None:
         """A text begins with its first piece."""

@@ -21,8 +21,9 @@ from .logprobs import TokenWords
 class Endpoint:
     """One of the two ways to ask.
 
-    style: Chat or Completions. reading: the one thread that makes ids of text: a tokenizer is nothing for two. every:
-    seconds between two events of a stream, if rounds are shorter.
+    style: Chat or Completions. reading: the one thread that makes ids of text. A tokenizer is nothing for two: the
+    event loop makes text of ids with another one, `style.writing`. every: seconds between two events of a stream, if
+    rounds are shorter.
     """
 
     def __init__(self, style: Any, backend: Backend, name: str, limits: Limits, reading: ThreadPoolExecutor,
@@ -32,7 +33,7 @@ class Endpoint:
         config = backend.model.config.get_text_config()
         self.positions = getattr(config, "max_position_embeddings", None) or 2**31
         self.samples = bool(backend.model.generation_config.do_sample)
-        self.words = TokenWords(style.tokenizer)
+        self.words = TokenWords(style.writing)
 
     async def answer(self, body: dict[str, Any]) -> Reply:
         """The request, with its place in the queue. ApiError for one that cannot be answered."""

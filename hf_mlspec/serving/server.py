@@ -62,8 +62,9 @@ def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options)
                       prefix_cache=options.prefix_cache)
     watch.look_at(backend)
     reading = ThreadPoolExecutor(1, "mlspec-reading")
+    writing = copy.deepcopy(tokenizer)
     how = backend, options.name, options.limits, reading, options.every
-    chat, completions = (Endpoint(style(model, tokenizer), *how) for style in (Chat, Completions))
+    chat, completions = (Endpoint(style(model, tokenizer, writing), *how) for style in (Chat, Completions))
     return Served(build_app(chat, completions, options.limits, options.keys), backend)
 
 

@@ -12,6 +12,7 @@ from models import near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import Request
+from hf_mlspec.integration.stream import rounds as streamed
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
@@ -244,6 +245,41 @@ def test_a_level_that_fails_leaves_the_target_alone_in_captured_rounds(
     assert "this level is broken" in stats.levels_error
     assert caplog.text.count("goes on with the target alone") == 1
     assert not any(kept.lock.locked() for kept in state_of(target).chains)
+
+
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 4}], ids=["auto", "given"])
+def test_a_capture_that_fails_behind_rounds_of_the_host_counts_nothing_twice(
+    target, draft, rounds, on_host, monkeypatch, config
+):
+    """The loop of the host is over, and what it counted is counted, when the captured one cannot begin."""
+    own, failed, done = streamed.captured, [], []
+
+    def failing(chain, *args, **how):
+        if chain.drafter is not None and on_host and not failed:
+            failed.append(len(on_host))
+            raise ArithmeticError("no capture")
+        return own(chain, *args, **how)
+
+    def source():
+        yield Request(PROMPTS[0], id="sampled", do_sample=True, seed=3, max_new_tokens=20)
+        while not done:
+            yield None
+        yield Request(PROMPTS[1], id="greedy", max_new_tokens=15)
+
+    monkeypatch.setattr(streamed, "captured", failing)
+    for one in hf_mlspec.generate_stream(target, source(), assistant_models=[draft], speculation_config=config,
+                                         do_sample=False, eos_token_id=None, max_batch=3):  # fmt: skip
+        done.append(one)
+    stats = hf_mlspec.last_stats(target)
+    assert [len(one.new_tokens) for one in done] == [20, 15]
+    assert rounds
+    assert failed == [len(on_host)]
+    assert stats.levels_error == "no capture"
+    assert (stats.new_tokens, stats.row_passes) == (35, failed[0] + 15)
+    (level,), (of_first,) = stats.levels, done[0].speculation.levels
+    assert (level.drafted, level.accepted) == (of_first.drafted, of_first.accepted)
+    assert level.drafted > 0
+    assert sum(one.speculation.target_passes for one in done) == stats.row_passes
 
 
 def test_an_error_of_the_target_is_not_said_to_be_a_levels(target, draft, rounds, monkeypatch, caplog):

@@ -11,6 +11,7 @@ from models import near, tiny
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
+from hf_mlspec.integration.costs import probe
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.draft import Draft
 from hf_mlspec.speculation.rounds.host import HostRounds
@@ -99,6 +100,63 @@ def test_whatever_a_level_was_to_do(duty, good, config, caplog):
     assert level.left == -1
     assert "no more guesses" in hf_mlspec.last_stats(target).levels_error
     assert caplog.text.count("goes on with the target alone") == 1
+
+
+@pytest.mark.plans
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize("again", [
+    False, pytest.param(True, marks=pytest.mark.skipif(not has_compiled_decoder(), reason="no costs are timed again")),
+], ids=["first", "again"])
+def test_a_level_that_fails_while_it_is_timed(again, monkeypatch, caplog):
+    """When nothing is known of it, or when what is known is timed once more."""
+    target = tiny(seed=2, dtype=torch.float32)
+    draft, own, failed = near(target, 0.05), probe.measured, []
+    asked = [Request([5, 6 + n], id=n, max_new_tokens=20) for n in range(5)]
+    expected = [target.generate(torch.tensor([one.input_ids]), max_new_tokens=20, **SETTINGS)[0].tolist()
+                for one in asked]  # fmt: skip
+    if again:
+        monkeypatch.setattr(probe, "measured", partial(own, repeats=1))
+        list(generate_stream(target, [[5, 6]], assistant_models=[draft], max_new_tokens=20, **SETTINGS))
+        later = probe.monotonic() + 10**6
+        monkeypatch.setattr(probe, "monotonic", lambda: later)
+
+    def failing(engine, **how):
+        if engine.model is draft:
+            failed.append(how.get("tokens"))
+            raise ArithmeticError("this level cannot run")
+        return own(engine, **how)
+
+    monkeypatch.setattr(probe, "_cached", lambda *_: None)
+    monkeypatch.setattr(probe, "measured", failing)
+    done = list(generate_stream(target, asked, max_batch=2, assistant_models=[draft], **SETTINGS))
+    assert failed == [(1, 2) if again else None]
+    assert {one.id: one.sequence for one in done} == dict(enumerate(expected))
+    assert hf_mlspec.last_stats(target).levels_error == "this level cannot run"
+    assert caplog.text.count("goes on with the target alone") == 1
+
+
+class Right(FailingIn):
+    """A level that drafts what the target writes."""
+
+    def __init__(self, duty: str, expected: list[int]):
+        super().__init__(duty, 0)
+        self.expected = expected
+
+    def propose(self, rows, limits):
+        return Draft.from_lists([self.expected[len(row) :][: min(limit, 2)]
+                                 for row, limit in zip(rows, limits, strict=True)])  # fmt: skip
+
+
+def test_the_round_in_which_a_level_fails_counts_as_it_was():
+    target = tiny(seed=2, dtype=torch.float32)
+    level = Right("rollback", target.generate(torch.tensor([[5, 6]]), max_new_tokens=20, **SETTINGS)[0].tolist())
+    *told, done = generate_stream(target, [Request([5, 6], max_new_tokens=20)], assistant_models=[level], events=True,
+                                  speculation_config={"num_draft_tokens": 2}, **SETTINGS)  # fmt: skip
+    stats = hf_mlspec.last_stats(target)
+    assert done.sequence == level.expected
+    assert told[0].levels == ["failing", "failing", None]
+    assert done.speculation.target_passes == stats.row_passes == stats.target_passes == 18
+    assert [[one.drafted, one.accepted] for one in (*stats.levels, *done.speculation.levels)] == [[2, 2], [2, 2]]
 
 
 @pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")

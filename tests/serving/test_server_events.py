@@ -98,6 +98,18 @@ def test_a_round_is_one_call_into_an_event_loop_whatever_it_brought(telling):
     assert tuple(map(sum, zip(*wrote, strict=True))) == (90, 90)
 
 
+def test_what_nobody_hears_of_yet_is_counted_once_a_second(telling):
+    backend, clock, wrote = telling
+    loop, heard = Loop(), {}
+    (whole,) = tickets(backend, loop, heard, whole=None)
+    backend._counted = clock.now
+    for number in range(35):
+        clock.now += 0.125
+        backend._tell([gains(whole, number)])
+    assert wrote == [(8, 8)] * 4
+    assert heard == {}
+
+
 def test_rounds_longer_than_the_time_between_events_are_told_at_once(telling):
     backend, clock, _ = telling
     loop, heard = Loop(), {}

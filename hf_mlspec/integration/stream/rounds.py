@@ -84,10 +84,9 @@ class StreamRounds:
 
     def _begin(self, rows: Sequence[Admitted], numbers: list[int]) -> None:
         self.close()
-        self._before, self._broken = self.stats, False
-        if self.chain.drafter is None:
-            for level in self.chain.levels:  # it was counted, and nobody else begins anew
-                level.stats.reset()
+        self._before, self.loop, self._broken = self.stats, Loop(None, **self.how), False
+        for level in self.chain.levels:  # it was counted: also where what comes next cannot begin
+            level.stats.reset()
         self.loop = self._captured(rows) if self._can_capture(rows) else None
         self.is_captured = self.loop is not None
         if self.loop is None:

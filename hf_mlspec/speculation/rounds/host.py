@@ -35,6 +35,7 @@ class HostRounds:
     drafted: list[int] = field(default_factory=list, init=False)
     begun: Beginnings = field(default_factory=dict, init=False)
     on_failure: Callable[[Exception], None] | None = field(default=None, init=False)
+    drafted_by: str | None = field(default=None, init=False)
     _ready: list[bool] = field(default_factory=list, init=False)
     _ends: list[int] = field(default_factory=list, init=False)
 
@@ -42,11 +43,6 @@ class HostRounds:
     def places(self) -> range:
         """Rows lie in their order."""
         return range(len(self._ready))
-
-    @property
-    def drafted_by(self) -> str | None:
-        """See `Rounds`."""
-        return None if self.drafter is None else proposer(self.drafter).name
 
     def start(self, rows: Rows, ends: list[int], numbers: list[int], cached: int) -> None:
         """As `Rounds.start`; a target that the caller did not start, to fill its cache, is started here."""
@@ -119,20 +115,24 @@ class HostRounds:
     def run(self, rows: Rows, stats: SpeculationStats) -> Verdict:
         """One pass of the target over all rows, behind what the drafter proposed."""
         begin = time.perf_counter()
-        limits = self._limits(rows)
+        limits = [0] * len(rows)
+        with self._of_levels():  # whose passes may be timed here
+            limits = self._limits(rows)
         if hasattr(self.drafter, "scored_by"):  # asked every round: rows that join may have rules of their own
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self._proposed(rows, limits)
         verdict = self.target.check(rows, draft or Draft.nothing(len(rows), self.device))
         self.drafted = draft.lengths if draft else [0] * len(rows)
+        self.drafted_by = None if self.drafter is None else proposer(self.drafter).name
         stats.count_pass(len(rows))
         if draft:
             proposer(self.drafter).stats.settle(draft.lengths, verdict.accepted)
             with self._of_levels():
                 self.drafter.rollback([len(row) + a for row, a in zip(rows, verdict.accepted, strict=True)])
         self._ready = [True] * len(rows)
-        if self.steering is not None:
-            self.steering.observe(stats, limits, self.drafted, verdict.accepted, time.perf_counter() - begin)
+        with self._of_levels():
+            if self.steering is not None:
+                self.steering.observe(stats, limits, self.drafted, verdict.accepted, time.perf_counter() - begin)
         return verdict
 
     def _proposed(self, rows: Rows, limits: list[int]) -> Draft | None:
