@@ -55,11 +55,19 @@ def test_an_entry_elsewhere_is_refused(saved, tmp_path, how, entry):
     assert str(raised.value).startswith(f"{tmp_path / INDEX} says that {name} lies in {entry!r}: ")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 5}'])
-def test_an_index_that_cannot_be_read_is_named(saved, tmp_path, text):
+DAMAGED = [
+    ("{", "no JSON"),
+    ("[]", "a list, no JSON object"),
+    ("{}", "no weight_map"),
+    ('{"weight_map": 5}', "no weight_map"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), DAMAGED)
+def test_an_index_that_cannot_be_read_is_named(saved, tmp_path, text, said):
     copied(saved["plain"], tmp_path)
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ValueError, match="is damaged: it holds no weight_map") as raised:
+    with pytest.raises(ValueError, match=f"is damaged: it holds {said}") as raised:
         read_model(str(tmp_path), torch.bfloat16)
     assert str(tmp_path / INDEX) in str(raised.value)
 
