@@ -112,11 +112,12 @@ def _hooked_generate(stock):
         if implied:
             assistant_models = []
         _require_no_word(kwargs.get("assistant_model"))
-        if assistant_models is None and not bypassed and any(value is not None for value in given.values()):
-            name = next(name for name, value in given.items() if value is not None)
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and assistant_models is None and not bypassed:
+            name = next(iter(given))
             raise ValueError(f"{name} was given without assistant_models: pass the levels, assistant_models=[...]")
         if assistant_models is None or bypassed:
-            return stock(self, *args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            return stock(self, *args, **given, **kwargs)
         positional = dict(zip(names, args, strict=False))
         if len(args) > len(names) or positional.keys() & kwargs.keys():
             return stock(self, *args, **kwargs)  # which says what is wrong with them

@@ -42,8 +42,8 @@ _UNSERVED_SETTINGS = (
 def unserved(model, args: tuple, kwargs: dict) -> str | None:
     """Why a plain call of generate on a prepared model cannot decode through its compiled steps; None where it can."""
     asked = sorted(name for name in set(kwargs) - _SERVED if kwargs[name] is not None)
-    settings = {**kwargs, **dict.fromkeys(asked)}
-    asked += [name for name in _UNSERVED_SETTINGS if option(model, settings, name) not in (None, False, "dynamic")]
+    others = [name for name in _UNSERVED_SETTINGS if name not in asked]
+    asked += [name for name in others if option(model, kwargs, name) not in (None, False, "dynamic")]
     if len(args) > 1 or asked:
         return f"{', '.join(asked) or 'a second positional argument'} was given"
     beams, copies = (option(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))

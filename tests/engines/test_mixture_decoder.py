@@ -162,11 +162,17 @@ def test_more_experts_a_token_than_there_are_is_one_error():
         model.generate(some_ids()[:, :5], assistant_models=["mxfp4"], max_new_tokens=4)
 
 
+def spoilt(name: str, linear: str, row: int, value: float) -> nn.Module:
+    """A random model with this value in a row of a linear of its second layer's experts."""
+    model = random_model(name, torch.bfloat16)
+    with torch.no_grad():
+        model.get_submodule(f"{LAYER}.{linear}").weight[row, 7] = value
+    return model
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_router_is_named_with_layer_and_expert(value):
-    model = random_model("mixtral", torch.bfloat16)
-    with torch.no_grad():
-        model.get_submodule(LAYER).gate.weight[3, 7] = value
+    model = spoilt("mixtral", "gate", 3, value)
     words = r"the router of layer 1 holds NaN or Inf in its row of expert 3: .*restore the checkpoint"
     with pytest.raises(ValueError, match=words):
         model.generate(some_ids()[:, :5], assistant_models=["prompt_lookup"], max_new_tokens=4)
@@ -174,9 +180,7 @@ def test_a_broken_router_is_named_with_layer_and_expert(value):
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_broken_gate_of_a_shared_expert_is_named_with_its_layer(value):
-    model = random_model("qwen2-moe", torch.bfloat16)
-    with torch.no_grad():
-        model.get_submodule(LAYER).shared_expert_gate.weight[0, 7] = value
+    model = spoilt("qwen2-moe", "shared_expert_gate", 0, value)
     words = r"the gate of the shared expert of layer 1 holds NaN or Inf: .*restore the checkpoint"
     with pytest.raises(ValueError, match=words):
         CpuDecoder(model)

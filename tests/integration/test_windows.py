@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from models import MODELS_WITH_WINDOWS, alone, near, prompts, tiny, together
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import hf_mlspec
 from hf_mlspec.engines.choose import engine_of
@@ -16,6 +16,22 @@ from hf_mlspec.engines.modules.states import only_the_cache_has_windows
 LENGTHS = [40, 33, 8, 1]
 NEW = 24
 ONLY_IN_THE_CACHE = ["llama, a window in its config alone", "granite, a window in its config alone"]
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
+    "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def check_chains(config: PreTrainedConfig, *chains: list) -> None:
+    """Chains over a random model of this config write what it writes alone."""
+    torch.manual_seed(0)
+    target, inputs = AutoModelForCausalLM.from_config(config).eval(), prompts(LENGTHS)
+    written = alone(target, inputs, max_new_tokens=NEW)
+    for levels in chains:
+        assert together(target, inputs, levels, max_new_tokens=NEW) == written
 
 
 @pytest.mark.parametrize("engine", [None, "modules"])
@@ -53,31 +69,14 @@ def test_a_window_of_the_cache_alone_matters(name):
 @pytest.mark.skipif(not hasattr(transformers, "Llama4TextConfig"), reason="this transformers has no Llama 4")
 def test_chunks():
     """Llama 4: its layers see the tokens of their own chunk, whatever they are fed beside."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
     chunks = {"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]}
-    ids = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    torch.manual_seed(0)
-    config = transformers.Llama4TextConfig(
-        **shape, **heads, **chunks, **ids, no_rope_layers=[1, 0], initializer_range=0.3
-    )
-    target, inputs = AutoModelForCausalLM.from_config(config).eval(), prompts(LENGTHS)
-    written = alone(target, inputs, max_new_tokens=NEW)
-    for levels in ([], ["prompt_lookup"], ["early_exit:1"]):
-        assert together(target, inputs, levels, max_new_tokens=NEW) == written
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 64}
+    config = transformers.Llama4TextConfig(**SMALL, **experts, **chunks, no_rope_layers=[1, 0])
+    check_chains(config, [], ["prompt_lookup"], ["early_exit:1"])
 
 
 @pytest.mark.skipif(not hasattr(transformers, "AfmoeConfig"), reason="this transformers has no AFMoE")
 def test_a_class_that_takes_views_of_what_its_attention_returns():
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-    ids = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    torch.manual_seed(0)
-    config = transformers.AfmoeConfig(
-        **shape, **experts, **windows, **ids, num_key_value_heads=2, head_dim=8, initializer_range=0.3
-    )
-    target, inputs = AutoModelForCausalLM.from_config(config).eval(), prompts(LENGTHS)
-    written = alone(target, inputs, max_new_tokens=NEW)
-    for levels in ([], ["prompt_lookup"]):
-        assert together(target, inputs, levels, max_new_tokens=NEW) == written
+    check_chains(transformers.AfmoeConfig(**SMALL, **experts, **windows), [], ["prompt_lookup"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,7 @@ from servers import DRAFT, PLAIN, TARGET, Running
 
 import hf_mlspec
 from hf_mlspec import Draft
+from hf_mlspec.speculation.checker import Checker
 
 TEXT = "/v1/completions"
 LONG = {"prompt": "def fib(n):", "max_tokens": 200, "logit_bias": {"1": -100}, "return_token_ids": True}
@@ -80,25 +82,31 @@ def test_a_level_that_fails_when_nothing_more_is_taken_does_not_keep_the_server_
         assert server.backend.join(10)
 
 
+def fail_at(monkeypatch, number: int, counts: Callable[[Checker], bool]) -> None:
+    """Let a check raise: the one with this number among those of the checkers that count."""
+    check, left = Checker.check, [number]
+
+    def failing(self, *words, **more):
+        left[0] -= counts(self)
+        if left[0] == 0:
+            raise RuntimeError("out of luck")
+        return check(self, *words, **more)
+
+    monkeypatch.setattr(Checker, "check", failing)
+
+
+def check_told(status: int, body: dict) -> None:
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert "out of luck" in body["error"]["message"]
+
+
 def test_a_target_that_fails_ends_what_runs_and_goes_on_with_the_next(monkeypatch):
     with Running(levels=[], slots=2) as server:
         assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200
-        from hf_mlspec.speculation.checker import Checker
-
-        check, left = Checker.check, [5]
-
-        def failing(self, *words, **more):
-            left[0] -= 1
-            if left[0] == 0:
-                raise RuntimeError("out of luck")
-            return check(self, *words, **more)
-
-        monkeypatch.setattr(Checker, "check", failing)
-        status, body = server.ask(TEXT, LONG)
-        assert (status, body["error"]["type"]) == (500, "server_error")
-        assert "out of luck" in body["error"]["message"]
+        fail_at(monkeypatch, 5, lambda checker: True)
+        check_told(*server.ask(TEXT, LONG))
         assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200
-        left[0] = 1  # and now nothing is decoded in between: the next stream fails at once
+        # And now nothing is decoded in between: the next stream fails at once.
         monkeypatch.setattr(Checker, "check", lambda *_, **__: 1 / 0)
         assert server.ask(TEXT, LONG)[0] == 500
         assert server.ask(TEXT, LONG)[0] == 500
@@ -109,22 +117,10 @@ def test_a_target_that_fails_ends_what_runs_and_goes_on_with_the_next(monkeypatc
 
 def test_a_target_that_fails_costs_no_level(monkeypatch):
     """Its levels did nothing wrong: the next answer has them still."""
-    from hf_mlspec.speculation.checker import Checker
-
     with Running(slots=2) as server:
         assert server.ask(TEXT, {**LONG, "max_tokens": 3})[0] == 200  # else nothing was decoded, and there is no hope
-        check, left = Checker.check, [4]
-
-        def failing(self, *words, **more):
-            left[0] -= self.name == "the target"
-            if left[0] == 0:
-                raise RuntimeError("out of luck")
-            return check(self, *words, **more)
-
-        monkeypatch.setattr(Checker, "check", failing)
-        status, body = server.ask(TEXT, LONG)
-        assert (status, body["error"]["type"]) == (500, "server_error")
-        assert "out of luck" in body["error"]["message"]
+        fail_at(monkeypatch, 4, lambda checker: checker.name == "the target")
+        check_told(*server.ask(TEXT, LONG))
         chunks = [event["choices"][0] for event in server.stream(TEXT, {**LONG, "return_levels": True})]
         levels = {level for chunk in chunks for level in chunk.get("levels", [])}
         assert levels & {"mxfp4", "draft"}

@@ -6,9 +6,8 @@ import os
 import re
 from typing import Any
 
-from .words import as_words
+from .words import SEPARATORS, as_words
 
-_SEPARATORS = re.compile("[+,]")
 _BEHIND = re.compile(r"(@\w+)?(=\d+(:[\d.]*)?)?$")  # a cast, and what programs write of a level: FOLDER@int3=12:0.2
 
 
@@ -34,7 +33,7 @@ def levels_of_options(texts: list[str]) -> list[Any]:
 
 
 def _split(text: str) -> list[str]:
-    ends = [*(match.start() for match in _SEPARATORS.finditer(text)), len(text)]
+    ends = [*(match.start() for match in SEPARATORS.finditer(text)), len(text)]
     found, begin = [], 0
     while begin <= len(text):
         left = [end for end in ends if end >= begin]

@@ -14,6 +14,7 @@ from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
 
+SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
 # Views of the target by the word in front of their number, and what that counts.
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
 _OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
@@ -60,7 +61,7 @@ def parse_level(text: str) -> Word:
     if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
         return Word("load", path=path, cast=cast)
     words = _words()
-    if len(parts := [part for part in re.split("[+,]", text) if part]) > 1:
+    if len(parts := [part for part in SEPARATORS.split(text) if part]) > 1:
         raise ValueError(f"level {text!r} is no folder: several levels are several entries of the list, as in {parts}")
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
