@@ -38,12 +38,16 @@ def seed(text: str) -> int:
     return value
 
 
-def gap(text: str) -> float:
-    """A distance of two logits."""
+def _from_zero(text: str, what: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no distance of two logits, a finite number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is no {what} of 0 or more")
     return value
+
+
+def gap(text: str) -> float:
+    """A distance of two logits."""
+    return _from_zero(text, "distance of two logits, a finite number")
 
 
 gap.__name__ = "number"
@@ -67,10 +71,7 @@ def seconds(text: str) -> float:
 
 def interval(text: str) -> float:
     """The least time between two events; 0 lets each come when it may."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is no time between events, a number of seconds of 0 or more")
-    return value
+    return _from_zero(text, "time between events, a number of seconds")
 
 
 def size(text: str) -> str:

@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
-from ..engines.modules.states import why_not_row_by_row
+from ..engines.modules.states import config_window, why_not_row_by_row
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
@@ -176,8 +176,8 @@ def check_prompts(model, prompts: Prompts, max_length: int, model_kwargs: dict) 
     """Raise ValueError for a token that the model cannot embed, and for prompts whose positions or window differ
     between stock generate and our rows."""
     _check_ids(model, prompts)
-    window = sliding_window(model)
-    if prompts.has_holes and window and max_length > window:
+    window = config_window(model.config.get_text_config()) if prompts.has_holes else None
+    if window is not None and max_length > window:
         raise ValueError(
             f"attention_mask hides tokens inside a prompt, and {type(model).__name__} attends to a sliding window of "
             f"{window} tokens, less than the {max_length} asked for: transformers counts the hidden ones as part of "
@@ -282,15 +282,6 @@ def max_positions(model: nn.Module) -> int | None:
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "yarn"
     most = known_positions(config) if scaled else getattr(config, "max_position_embeddings", None)
     return most if most is None or most > 0 else None  # XLNet says -1
-
-
-def sliding_window(model: nn.Module) -> int | None:
-    """Tokens a layer with a sliding window attends to, None where every layer sees the whole row."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds and "sliding_attention" not in kinds:
-        return None
-    return getattr(config, "sliding_window", None) or None
 
 
 def check_length(model: nn.Module, prompt_tokens: int, new_tokens: int) -> None:

@@ -5,7 +5,8 @@ The one reader of models: it follows the description of a model's class (known.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
+from ..modules.states import config_window
 from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
@@ -132,8 +134,8 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         said = getattr(model.config, name, None)
         if bool(said) != wanted:
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
-    window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
-    if entry.windows == "none" and window and "sliding_attention" in (kinds or ("sliding_attention",)):
+    window = config_window(model.config)
+    if entry.windows == "none" and window is not None:
         said = "its cache forgets what is further back, and its attention hides nothing"
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(model.config, "use_bidirectional_attention", False):
@@ -224,11 +226,11 @@ def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tu
     return kv_heads, head_dim
 
 
-def _part(whole: nn.Module, place: str) -> nn.Module:
-    """The module of a model or a layer at a place that its description names."""
+def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule) -> Any:
+    """The module, or what else is got, of a model or a layer at a place that its description names."""
     for choice in place.split(" | "):
         try:
-            return whole.get_submodule(choice)
+            return get(whole, choice)
         except AttributeError:
             continue
     name = type(whole).__name__
@@ -245,17 +247,8 @@ def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, wi
     norms = {name: _part(layer, place) for name, place in entry.norms.items()}
     width = linear_shape(modules["o"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
-    sinks = None if entry.sinks is None else _vector(layer, entry.sinks)
+    sinks = None if entry.sinks is None else _part(layer, entry.sinks, nn.Module.get_parameter).detach()
     return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts, sinks)
-
-
-def _vector(layer: nn.Module, place: str) -> Tensor:
-    """The parameter of a layer at a place that its description names."""
-    try:
-        return layer.get_parameter(place).detach()
-    except AttributeError:
-        name = type(layer).__name__
-        raise UnknownArchitecture(f"its description names {place}, which its {name} does not have") from None
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:

@@ -181,9 +181,9 @@ class StatefulEngine(ModuleEngine):
 
     def _pass(self, row: _Row, tokens: list[int]) -> Tensor:
         """One forward pass of the tokens behind a row: logits `[vocab]` of the last."""
-        row.sound, begin = False, len(row.fed)
-        whole = row.fed + tokens
-        logits, row.states = self._forward(torch.tensor([whole], device=self.device), begin, row.states)
+        row.sound, begin, whole = False, len(row.fed), row.fed + tokens
+        shown = tokens if self._splits_prompts else whole
+        logits, row.states = self._forward(torch.tensor([shown], device=self.device), begin, row.states)
         row.fed, row.sound = whole, True
         return logits
 
@@ -205,8 +205,8 @@ Forward = Callable[[Tensor, int, Any], tuple[Tensor, Any]]
 
 
 def state_forward(model: nn.Module) -> Forward:
-    """The model's own forward as (tokens of the row `[1, n]`, how many the states hold, states) -> logits `[vocab]` of
-    the last, states."""
+    """The model's own forward as (tokens `[1, q]`, how many the states hold, states) -> logits `[vocab]` of the last,
+    states."""
     takes, places = inspect.signature(model.forward).parameters, states_inside(model)
     name = state_argument(model)
 
@@ -214,19 +214,20 @@ def state_forward(model: nn.Module) -> Forward:
         states, inside = (new_states(model), [None] * len(places)) if states is None else states
         options: dict[str, Any] = {name: states}
         if "position_ids" in takes:
-            options["position_ids"] = torch.arange(length, tokens.shape[1], device=tokens.device)[None]
+            options["position_ids"] = torch.arange(length, length + tokens.shape[1], device=tokens.device)[None]
         if "logits_to_keep" in takes:
             options["logits_to_keep"] = 1
         inside = list(inside)
         with with_states_inside(places, inside):
-            out = model(input_ids=tokens[:, length:], use_cache=True, return_dict=True, **options)
+            out = model(input_ids=tokens, use_cache=True, return_dict=True, **options)
         return out.logits[0, -1], (getattr(out, name, states), inside)
 
     return forward
 
 
 def prepared_forward(model: nn.Module) -> Forward:
-    """As `state_forward`, each pass as generate makes it of the row; states are what that keeps beside the ids."""
+    """As `state_forward`, of all tokens of the row `[1, n]`, each pass as generate makes it; states are what that
+    keeps beside the ids."""
     takes = inspect.signature(model.forward).parameters
 
     def forward(tokens: Tensor, length: int, states: Any) -> tuple[Tensor, Any]:

@@ -66,12 +66,18 @@ def _arguments(function: Callable) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+def config_window(config: PreTrainedConfig) -> int | None:
+    """Tokens a layer with a sliding window attends to, None where every layer sees the whole row."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
 def only_the_cache_has_windows(model: nn.Module) -> bool:
     """Whether transformers' cache forgets what is further back than `sliding_window` of the config, while no mask of
     the class hides it. A prompt then sees all of itself, and what is behind it a window."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if not getattr(config, "sliding_window", None) or (kinds and "sliding_attention" not in kinds):
+    if config_window(model.config.get_text_config()) is None:
         return False
     return not any(isinstance(module, PreTrainedModel) and _masks_windows(type(module)) for module in model.modules())
 

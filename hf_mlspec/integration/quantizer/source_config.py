@@ -140,7 +140,7 @@ def source_in(config: PreTrainedConfig, name: str) -> dict[str, Any] | None:
     if found is None and getattr(config, AnyPrecisionReader.method, None) is not None:
         found = {"quant_method": AnyPrecisionReader.method, "anyprec": config.anyprec}
     if found is None:
-        found = _older(Path(name) / _OLD_CONFIG)
+        return _older(Path(name) / _OLD_CONFIG)
     if isinstance(found, QuantizationConfigMixin):
         return found.to_dict()
     _require_quantization(found, f"the config.json of {name!r}")

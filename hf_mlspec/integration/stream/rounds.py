@@ -98,11 +98,12 @@ class StreamRounds:
         """Rounds could not go on with these rows, and `begin` is next. Where memory was short, or logits NaN, which
         end one request only, such rows are never captured again. Of other errors of captured rounds nobody knows whose
         they are: the target goes on alone, if it was not. Raises the error where none of it would change anything."""
-        if self.is_captured and self.chain.drafter is not None and not isinstance(error, (NoRoom, FloatingPointError)):
+        of_one = isinstance(error, (NoRoom, FloatingPointError))
+        if not self.is_captured or not (of_one or self.chain.drafter is not None):
+            raise error
+        if not of_one:
             self._suspect(error)
             return
-        if not self.is_captured or not isinstance(error, (NoRoom, FloatingPointError)):
-            raise error
         model = self.chain.target.runner.model
         say_once(model, f"{type(model).__name__} continues its stream step by step: {error}")
         self._too_long = min(map(_end, rows)) if isinstance(error, NoRoom) else 0

@@ -182,7 +182,7 @@ class CheckedDrafter:
         return verdict
 
     def _nothing(self, rows: Rows) -> Draft:
-        return Draft.from_lists([[] for _ in rows], self.checker.runner.device)
+        return Draft.nothing(len(rows), self.checker.runner.device)
 
     def _confident(self, verdict: Verdict) -> list[bool]:
         """Per row: was every token settled in this round at least as probable as the threshold?"""

@@ -101,7 +101,7 @@ class ModelDrafter:
         if self.max_positions is not None:
             limits = [min(limit, self.max_positions // 2) for limit in limits]
         if not any(limits):
-            return Draft.from_lists([[] for _ in rows], self.runner.device)
+            return Draft.nothing(len(rows), self.runner.device)
         if self.in_engine:
             return self._propose_in_engine(self._window(rows, limits), limits)
         logits = self.runner.feed(self._window(rows, limits), alive=[limit > 0 for limit in limits])

@@ -139,15 +139,14 @@ class HostRounds:
         """What the levels propose; None where they are not asked, or failed."""
         if self.drafter is None or not any(self._ready) or (self.steering is not None and not any(limits)):
             return None
-        try:
-            return self.drafter.propose(rows, limits)
-        except Exception as error:  # whatever a level raises, the target can go on
-            if self.on_failure is None and self.steering is not None:
+        with self._of_levels():
+            try:
+                return self.drafter.propose(rows, limits)
+            except Exception as error:  # whatever a level raises, the target can go on
+                if self.on_failure is not None or self.steering is None:
+                    raise
                 self.steering.fail(error)
-                return None
-            with self._of_levels():
-                raise
-            return None
+        return None
 
     @contextmanager
     def _of_levels(self) -> Iterator[None]:

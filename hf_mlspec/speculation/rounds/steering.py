@@ -85,25 +85,22 @@ class Steering:
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows."""
-        told = self._changes()
-        self._read = [[line[r] for r in keep] for line in self._read]
-        if told:
+        if self._changes():
             self.controller.select(keep)
+        self._read = [[line[r] for r in keep] for line in self._read]
 
     def admit(self, count: int) -> None:
         """So many rows join."""
-        told = self._changes()
-        self._read = [line + [0] * count for line in self._read]
-        if told:
+        if self._changes():
             self.controller.admit(count)
+        self._read = [line + [0] * count for line in self._read]
 
     def replace(self, row: int) -> None:
         """Another row takes the place of one that ended."""
-        told = self._changes()
+        if self._changes():
+            self.controller.replace(row)
         for line in self._read:
             line[row] = 0
-        if told:
-            self.controller.replace(row)
 
     def holds(self, engine: Engine, row: int, tokens: int) -> None:
         """An engine has read so many tokens of a row that just joined."""
