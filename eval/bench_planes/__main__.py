@@ -36,6 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-planes", type=int, default=4, help="always resident; they draft (%(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="of the trace (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="of a row (%(default)s)")
+    parser.add_argument("--engine", help="of the part disk: cpu, modules (the fastest)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that the program runs")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -28,6 +28,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             command = [sys.executable, "-m", "eval.bench_planes", "--child", child, "--model", packed]
             command += ["--budget", options.budget, "--top-planes", str(options.top_planes)]
             command += ["--tokens", str(options.tokens)]
+            command += ["--engine", options.engine] if options.engine else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -46,7 +47,7 @@ def measured(options: argparse.Namespace) -> dict:
     ids = torch.arange(5, 37)[None]
     how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": options.tokens}
     how["return_dict_in_generate"] = True
-    config = hf_mlspec.SpeculationConfig(engine="modules", num_draft_tokens=4)
+    config = hf_mlspec.SpeculationConfig(engine=options.engine, num_draft_tokens=4)
     found = {"name": options.child, "loaded_bytes": loaded - before}
     for name, levels in (("alone", []), ("drafts", [f"planes{options.top_planes}"])):
         begin = time.perf_counter()

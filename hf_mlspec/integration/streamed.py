@@ -38,8 +38,8 @@ def stream_planes(
     fetched ahead; None: all planes are in memory again. top_planes: of every layer, always there; levels
     "planes1" up to it draft without a fetch. device: where the model runs; None: where it is. A model that is on the
     CPU goes to a GPU layer by layer. folder: a file there holds the other planes, which are otherwise in pinned host
-    memory for a GPU, and for the CPU in a temporary file. Returns the model, which computes the same bits, on a GPU
-    compiled, on a CPU module by module. ValueError for a budget below the top planes, with both numbers, and for a
+    memory for a GPU, and for the CPU in a temporary file. Returns the model, which computes the same bits, compiled
+    where it was before. ValueError for a budget below the top planes, with both numbers, and for a
     model that cannot be streamed; OSError where there is no place for the planes of a layer. After an error the model
     is as it was.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,10 @@ from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
+
+# mlspec::PlaneReader
+PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
+PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -28,6 +33,8 @@ class Weight:
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
     input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
     activation_clip: of INT4, of its 4-bit activations.
+    resident_planes: of PLANES that are streamed, how many are always where ``weight`` has them; the others are while
+    the reader of the decoder (`set_plane_reader`) holds them there for ``key``. 0: all are there.
     outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
     last 128 entries twice.
     """
@@ -52,6 +59,8 @@ class Weight:
     rotation: Hadamard | None = None
     outliers: int = 0
     activation_clip: float = 1.0
+    resident_planes: int = 0
+    key: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,13 @@ def compiled_decoder(
     return decoder
 
 
+def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
+    """Who brings the planes of streamed weights, before these are set. begin(key, planes): whether the first planes of
+    a weight are in their place, until end(key). Both are called by the thread that calls the decoder; neither may
+    raise. They have to live as long as the decoder."""
+    decoder.set_plane_reader(*(ctypes.cast(one, ctypes.c_void_p).value for one in (begin, end)))
+
+
 def set_linear(decoder, name: str, weight: Weight) -> None:
     """Give the newest layer its linear `name` (q, k, v, o, gate, up, down), or the decoder its head. ValueError naming
     what does not fit: q, k and v share their inputs and so their order, as do gate and up."""
@@ -152,6 +168,8 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
         decoder.set_order(name, weight.order)
     if weight.format == INT4 and weight.activation_clip != 1:
         decoder.set_activation_clip(name, weight.activation_clip)
+    if weight.resident_planes:
+        decoder.set_streamed(name, weight.resident_planes, weight.key)
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)

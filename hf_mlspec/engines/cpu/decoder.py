@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from ...ops.compiled_decoder import compiled_decoder, set_experts, set_linear
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
+from .streamed import read_planes, taken_failure
 
 
 class CpuDecoder:
@@ -36,6 +38,7 @@ class CpuDecoder:
         if found.positions is not None:
             self.handle.set_position_embedding(found.positions)
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
+        self._reader = read_planes(self.handle, model)
         for layer in found.layers:
             self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
             for name, weight in layer.linears.items():
@@ -45,6 +48,19 @@ class CpuDecoder:
         set_linear(self.handle, "head", found.head)
         self.bit_choices = bit_choices(model)
         self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
+
+    def call(self, name: str, *arguments: Any) -> tuple:
+        """One call of `handle`. What streamed planes could not be read for is raised as it is."""
+        try:
+            found = getattr(self.handle, name)(*arguments)
+        except RuntimeError as error:
+            failure = taken_failure()
+            if failure is None:
+                raise
+            raise failure from error
+        if (failure := taken_failure()) is not None:  # planes came, and to let go of them failed: an interrupt
+            raise failure
+        return found
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""

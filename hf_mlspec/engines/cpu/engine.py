@@ -45,8 +45,8 @@ class CpuEngine(DecoderRows):
         flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
-        _, _, logits = self.decoder.handle.score(
-            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self._view
+        _, _, logits = self.decoder.call(
+            "score", self.cache.kv, flat, counts, self.lengths, asked, False, True, *self._view
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
@@ -73,8 +73,8 @@ class CpuEngine(DecoderRows):
         tokens, counts = _flat(fed)
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
-        best, confidence, logits = self.decoder.handle.score(
-            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self._view
+        best, confidence, logits = self.decoder.call(
+            "score", self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self._view
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -94,8 +94,8 @@ class CpuEngine(DecoderRows):
         tokens, counts = _flat(_busy(rows, starts, limits))
         self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
-        drafted, forwards, _ = self.decoder.handle.draft(
-            self.cache.kv, tokens, counts, starts, limits, threshold, *self._view
+        drafted, forwards, _ = self.decoder.call(
+            "draft", self.cache.kv, tokens, counts, starts, limits, threshold, *self._view
         )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
@@ -132,7 +132,7 @@ class CpuEngine(DecoderRows):
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
         options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
-            self.decoder.handle.draft_checked(*caches, tokens, counts, bases, limits, *options)
+            self.decoder.call("draft_checked", *caches, tokens, counts, bases, limits, *options)
         )
         tiny._count(tiny_forwards, tiny_seconds)
         self._count(forwards, time.perf_counter() - begin - tiny_seconds)
@@ -144,7 +144,7 @@ class CpuEngine(DecoderRows):
         if len(row) > self.decoder.positions:
             self.decoder.reserve_positions(len(row))
         begin, count = time.perf_counter(), len(row) - start
-        self.decoder.handle.score(kv, row[start:], [count], [start], [1], False, False, *self._view)
+        self.decoder.call("score", kv, row[start:], [count], [start], [1], False, False, *self._view)
         self._count(1, time.perf_counter() - begin)
 
     def _read_ahead(self, rows: Rows, alive: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class CpuEngine(DecoderRows):
             tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
             asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
             begin = time.perf_counter()
-            self.decoder.handle.score(self.cache.kv, tokens, counts, starts, asked, False, False, *self._view)
+            self.decoder.call("score", self.cache.kv, tokens, counts, starts, asked, False, False, *self._view)
             self._count(1, time.perf_counter() - begin)
             self.lengths = [
                 start + count if count else have

@@ -148,10 +148,12 @@ def _nested(linear: NestedLinear, parts: NestedParts, shape: dict[str, Any]) -> 
 
 
 def _planes(linear: PlanesLinear, parts: PlanesParts, shape: dict[str, Any]) -> Weight:
-    if linear.source is not None:
-        raise UnknownArchitecture("its planes are streamed, layer by layer")
     own = {"group_size": linear.group_size, "zero_doubled": linear.zero_doubled}
-    return Weight(PLANES, parts.planes, scale=parts.scale, **own, **shape)
+    if linear.source is None:
+        return Weight(PLANES, parts.planes, scale=parts.scale, **own, **shape)
+    ((tiles, scales, _),) = linear.source.resident([linear])
+    own |= {"resident_planes": linear.source.top, "key": id(linear)}
+    return Weight(PLANES, tiles, scale=scales, **own, **shape)
 
 
 def _lut(linear: LutLinear, parts: LutParts, shape: dict[str, Any]) -> Weight:

@@ -25,7 +25,8 @@ using mlspec::storage_dtype, mlspec::as_tensor;
 using Ints = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
 
-// What a call computes, or OutOfMemoryError naming the call and what there is no memory for. The decoder stays as it was.
+// What a call computes, or OutOfMemoryError naming the call and what there is no memory for, RuntimeError where streamed planes
+// could not be had. The decoder stays as it was.
 template <class Compute>
 auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute&& compute) {
   try {
@@ -33,6 +34,8 @@ auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute
   } catch (const std::bad_alloc&) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, call, ": no memory for the activations of ", tokens.size(), " tokens in ",
                      counts.size(), " rows: pass fewer tokens or rows at a time, or free what else is in memory");
+  } catch (const mlspec::PlanesMissing& missing) {
+    TORCH_CHECK(false, call, ": ", missing.what());
   }
 }
 
@@ -194,6 +197,25 @@ class DecoderObject : public torch::CustomClassHolder {
     const mlspec::Linear linear = mlspec::outlier_linear(name, in, out, weight, scale, bits);
     hold(weight), hold(scale);
     put(name, linear, bias);
+  }
+
+  // Of the linear `name`, in bit-planes and set before: `resident` of its planes are always in their place, the others between calls of
+  // begin and end with `key`. See set_plane_reader.
+  void set_streamed(const std::string& name, int64_t resident, int64_t key) {
+    mlspec::Linear& linear = place(name);
+    TORCH_CHECK_VALUE(linear.weight && linear.format == mlspec::WeightFormat::kPlanes, name,
+                      ".streamed: only bit-planes are streamed; set the linear first");
+    TORCH_CHECK_VALUE(decoder_.planes.begin, name, ".streamed: set_plane_reader comes first");
+    TORCH_CHECK_VALUE(resident >= 1 && resident <= linear.stored_planes, name, ".streamed: ", resident, " of ",
+                      linear.stored_planes, " planes are resident");
+    linear.resident_planes = resident, linear.key = key;
+  }
+
+  // Addresses of C functions, bool(int64 key, int64 planes) and void(int64 key), that live as long as the decoder: mlspec::PlaneReader.
+  void set_plane_reader(int64_t begin, int64_t end) {
+    TORCH_CHECK_VALUE(begin && end, "a reader of planes has two functions");
+    decoder_.planes = {reinterpret_cast<decltype(mlspec::PlaneReader::begin)>(begin),
+                       reinterpret_cast<decltype(mlspec::PlaneReader::end)>(end)};
   }
 
   // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [columns].
@@ -383,6 +405,8 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_lut", &DecoderObject::set_lut)
       .def("set_zipper", &DecoderObject::set_zipper)
       .def("set_outliers", &DecoderObject::set_outliers)
+      .def("set_plane_reader", &DecoderObject::set_plane_reader)
+      .def("set_streamed", &DecoderObject::set_streamed)
       .def("set_order", &DecoderObject::set_order)
       .def("set_activation_clip", &DecoderObject::set_activation_clip)
       .def("set_hadamard", &DecoderObject::set_hadamard)

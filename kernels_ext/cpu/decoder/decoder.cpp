@@ -50,6 +50,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   Workspace& w = *work_;
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
   w.bits = pass.bits;
+  planes_missing = false;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
   w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));

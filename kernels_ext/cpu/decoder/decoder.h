@@ -64,6 +64,13 @@ struct RaggedKv {
 
 class Decoder;
 
+// Who brings streamed planes; called by one thread, the caller's. begin: the first `planes` planes of a linear are in their place
+// until end(key); false: they cannot be had, and end is not called.
+struct PlaneReader {
+  bool (*begin)(int64_t key, int64_t planes) = nullptr;
+  void (*end)(int64_t key) = nullptr;
+};
+
 // Consecutive tokens of one row of the batch: they go to slots start, start + 1, ...
 struct Segment {
   int64_t row, start, first, count;  // first: index of its first token in Pass::tokens
@@ -100,6 +107,8 @@ class Decoder {
   // int4 weights times 16-bit activations: first to bfloat16 in memory, then a dense product (what systems without a kernel
   // for it do; for comparison).
   bool dequantize = false;
+  PlaneReader planes;
+  bool planes_missing = false;  // in the last pass: what it computed is nothing
   std::mutex busy;  // one call at a time: the workspace is the decoder's
 
   // Room for a pass; called by one thread before the team starts on it.
@@ -126,6 +135,7 @@ class Decoder {
   void embed(Team& team, const Pass& pass);
   void nested_row(int64_t id, uint16_t* row) const;
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
+  void multiply_in_place(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void norm_row(const Norm& norm, const float* x, int64_t width, float* y) const;
   void settle(const Pending& pending, const float* block, float* hidden, float* room) const;
   void normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next);

@@ -44,6 +44,9 @@ struct Linear {
   const uint8_t* codebook = nullptr;
   EscapedRows escaped;
   int64_t stored_planes = 0, plane_bytes = 0, zero_doubled = 0;  // bit-planes, of which those with tables have no zero
+  // Bit-planes that are streamed: so many are always where `weight` says, the others while Decoder::planes holds them there for
+  // `key`. 0: all are there.
+  int64_t resident_planes = 0, key = 0;
   int64_t table_columns = 0;  // lookup-table planes
   HighRows high;              // zipper weights, whose low part is bit-planes
   // [columns], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of
@@ -72,6 +75,9 @@ struct Linear {
       return {weight, asked.activation ? asked.activation : 16};
     return {weight, asked.activation ? asked.activation : own.activation};
   }
+
+  // Whether a call reads planes that have to come first.
+  bool fetches(Bits asked) const { return resident_planes > 0 && at(asked).weight > resident_planes; }
 
   // Bytes that a call reads of 16 outputs, nearly.
   int64_t bytes_per_tile(Bits asked) const { return cpu_tiles::kTileOutputs * columns() * at(asked).weight / 8; }

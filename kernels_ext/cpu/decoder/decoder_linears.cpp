@@ -86,9 +86,29 @@ int64_t Decoder::planes_of(const Linear& linear) const {
   return linear.format == WeightFormat::kZipper ? linear.stored_planes : linear.at(work_->bits).weight;
 }
 
-// y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y.
+// y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y. Parts whose planes have to come are
+// multiplied one weight after the other, while its planes are there. Where they cannot be had, y is left as it was.
 void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
                        int64_t rows) {
+  if (!std::any_of(parts, parts + count, [&](const Linear* part) { return part->fetches(work_->bits); }))
+    return multiply_in_place(team, parts, count, y, stride, accumulate, rows);
+  for (int first = 0, next = 0; first < count; first = next) {
+    const Linear& weight = *parts[first];
+    int64_t outputs = 0;
+    for (; next < count && (next == first || parts[next]->key == weight.key); ++next) outputs += parts[next]->out_features;
+    if (team.index() == 0 && !planes_missing && weight.fetches(work_->bits))
+      planes_missing = !planes.begin(weight.key, planes_of(weight));
+    team.barrier();
+    if (planes_missing) return;
+    multiply_in_place(team, parts + first, next - first, y, stride, accumulate, rows);
+    if (team.index() == 0 && weight.fetches(work_->bits)) planes.end(weight.key);
+    y += outputs;
+  }
+}
+
+// The same where all planes are in their place.
+void Decoder::multiply_in_place(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
+                                int64_t rows) {
   const mlspec_acts acts = acts_for(*parts[0], rows);
   const bool dequantized = dequantizes(*parts[0]);
   mlspec_linear_args args[3];

@@ -22,6 +22,7 @@ class Driver {
     current_ = &pass;
     team_.barrier();
     level.decoder->forward(team_, pass);
+    if (level.decoder->planes_missing) throw PlanesMissing();
     level.seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     ++level.forwards;
   }

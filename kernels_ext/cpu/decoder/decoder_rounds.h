@@ -1,11 +1,17 @@
 // How do several passes become one call? Scoring long rows, drafting token by token, and rounds of draft and check.
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "decoder.h"
 
 namespace mlspec {
+
+// Thrown by a call in which streamed planes could not be had.
+struct PlanesMissing : std::exception {
+  const char* what() const noexcept override { return "streamed planes could not be had"; }
+};
 
 // What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window: as in Pass.
 struct Level {

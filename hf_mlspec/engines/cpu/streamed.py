@@ -1,0 +1,60 @@
+"""How does the CPU decoder get planes that are streamed? It asks before a product, and says when it is done.
+
+It asks in the middle of compiled code, where no error can be raised: the error is kept, the call ends, and who called
+raises it (`taken_failure`).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from ...nn.planes import PlanesLinear
+from ...ops.compiled_decoder import PlanesBegin, PlanesEnd, set_plane_reader
+from ..built import walk_of
+
+_kept = threading.local()  # what a call of this thread failed with
+
+
+class PlaneReader:
+    """Brings the streamed planes of a model to its decoder; lives as long as that."""
+
+    def __init__(self, linears: dict[int, PlanesLinear]):
+        """linears: by the keys that the decoder knows them by."""
+        open_: dict[int, AbstractContextManager] = {}  # not of self: no cycle keeps planes in memory
+
+        def begin(key: int, planes: int) -> bool:
+            try:
+                reading = linears[key].source.reading(linears[key], planes)
+                reading.__enter__()
+            except BaseException as error:
+                _kept.failure = error
+                return False
+            open_[key] = reading
+            return True
+
+        def end(key: int) -> None:
+            try:
+                open_.pop(key).__exit__(None, None, None)
+            except BaseException as error:
+                _kept.failure = error
+
+        self.begin, self.end = PlanesBegin(begin), PlanesEnd(end)
+
+
+def read_planes(handle, model: nn.Module) -> PlaneReader | None:
+    """Give a decoder without linears the planes of a model that streams some; None where it streams none."""
+    linears = {id(own): own for own in walk_of(model).of_kind(PlanesLinear) if own.source is not None}
+    if not linears:
+        return None
+    reader = PlaneReader(linears)
+    set_plane_reader(handle, reader.begin, reader.end)
+    return reader
+
+
+def taken_failure() -> BaseException | None:
+    """What streamed planes failed with in the last call of this thread; it is told once."""
+    failure, _kept.failure = getattr(_kept, "failure", None), None
+    return failure
