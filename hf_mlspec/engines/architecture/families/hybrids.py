@@ -17,14 +17,19 @@ _QWEN = replace(
     head_gates="behind each query",
     delta=Delta(linears={name: f"linear_attn.{place}" for name, place in _PARTS.items()}),
 )
-_MIXED = {"mlp": "experts", "experts": Mixture(shared=SHARED)}
 ENTRIES = (
     _QWEN,
-    replace(_QWEN, class_name="Qwen3_5MoeForCausalLM", **_MIXED),
+    replace(
+        _QWEN,
+        class_name="Qwen3_5MoeForCausalLM",
+        mlp="experts",
+        experts=Mixture(renormalize=True, shared=SHARED),
+    ),
     replace(
         _QWEN,
         class_name="Qwen3NextForCausalLM",
         delta=Delta(linears={name: f"linear_attn.{place}" for name, place in _GROUPED.items()}, grouped=True),
-        **_MIXED,
+        mlp="experts",
+        experts=Mixture(shared=SHARED),
     ),
 )
