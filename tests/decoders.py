@@ -131,7 +131,23 @@ _LATER = {
     "biogpt": ("BioGptConfig", {}),
     "bigcode": ("GPTBigCodeConfig", {"n_inner": 176}),
 }
+_DELTA = {
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 40,
+}
+_DELTA_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_DELTA_EXPERTS |= {"shared_expert_intermediate_size": 64}
 _OF_THE_CPU = {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 24})}
+_HYBRIDS = {
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3.5-taps": ("Qwen3_5TextConfig", {**_DELTA, "linear_conv_kernel_dim": 2, "linear_num_key_heads": 4}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_DELTA_EXPERTS}),
+    "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
+}
 
 
 def _there(configs: dict) -> dict:
@@ -142,6 +158,8 @@ def _there(configs: dict) -> dict:
 CONFIGS |= _there(_LATER)
 # What the decoder of the CPU computes, those of GPUs not all.
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
+# Gated delta nets beside attention, on the CPU; modules compute these in float32, whatever the model is in.
+HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 # Mixtures of experts.
@@ -176,7 +194,7 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **GPU_MIXTURES}[name]
+    kind, own = {**CPU_CONFIGS, **GPU_MIXTURES, **HYBRIDS}[name]
     torch.manual_seed(0)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")

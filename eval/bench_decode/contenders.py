@@ -118,14 +118,15 @@ def stock_by(way: str, model: PreTrainedModel, settings: dict[str, Any]):
 def chains(
     target: PreTrainedModel, tokenizer, asked: list[list[str]], args: argparse.Namespace
 ) -> list[Contender]:
-    """Stock greedy, stock assisted by the first model among the levels, the target alone, every chain."""
+    """Stock greedy, stock assisted by the first model among the levels (which stock refuses for targets that keep a
+    state), the target alone, every chain."""
     ends = ends_of(target)
     settings = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "pad_token_id": min(ends, default=0)}
     config = {"num_draft_tokens": args.num_draft_tokens, "confidence_threshold": args.threshold}
     found = [Contender(STOCK, stock(target, settings), ends=ends)]
     words = [split_level(level, args)[0] for levels in asked for level in levels]
     folder = next((word for word in words if Path(word).is_dir()), None)
-    if folder is not None and args.batch_size == 1:
+    if folder is not None and args.batch_size == 1 and not target._is_stateful:
         draft = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).eval()
         tokenizers = {}
         if draft.config.vocab_size != target.config.vocab_size:

@@ -19,7 +19,7 @@ from .rows import cache_format_of
 from .slots import order_of, require_experts, require_one_order, rotation_of, slot_of
 
 _SLOTS = {"cpu": cpu.SLOTS, "cuda": cuda.SLOTS}
-_READ_TOGETHER = (("q", "k", "v"), ("gate", "up"))
+_READ_TOGETHER = (("q", "k", "v"), ("gate", "up"), ("delta_qkv", "delta_z"), ("delta_b", "delta_a"))
 
 
 def why_not_decoded(model: nn.Module, word: str) -> str | None:
@@ -54,7 +54,7 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
-        if group[0] in modules:
+        if modules.keys() >= set(group):
             require_one_order([_order(modules[name]) for name in group], ", ".join(group))
 
 

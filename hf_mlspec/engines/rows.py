@@ -44,7 +44,8 @@ class CachedRows:
     lengths: per row, how many slots of the cache are valid; who rejects what was written lowers them. follow: the
     engine whose cache this one writes into, or None for a cache of its own (invariant 4). capacity: tokens a row is
     expected to hold. max_positions: tokens of a row that it can attend to, None where nothing bounds them.
-    bytes_per_token: of keys and values, 0 where that is not known. draft_window: as `Engine.draft_window`.
+    bytes_per_token: of keys and values, 0 where that is not known. bytes_per_row: of states, at first.
+    draft_window: as `Engine.draft_window`.
     cache_format: of a cache of its own, None for keys and values as the model computes them; set before it starts.
     """
 
@@ -56,6 +57,7 @@ class CachedRows:
     bytes_per_token: int
     cache_format: CacheFormat | None
     draft_window: int = 0
+    bytes_per_row: int = 0
 
     @property
     def kept_in(self) -> CacheFormat | None:
@@ -312,13 +314,15 @@ def require_memory(
     Returns "", or what there is to say of caches that have room for the rows but not for all that these may gain.
     torch.OutOfMemoryError names rows, tokens and bytes where there is no room at all.
     """
-    own = [engine for engine in engines if engine is not None and not engine.follow]
+    levels = [engine for engine in engines if engine is not None]
+    own = [engine for engine in levels if not engine.follow]
     slots = max([GROWTH, longest + 1, *(engine.capacity for engine in own)])
-    held = sum(engine.cache_bytes for engine in own)
+    held = sum(engine.cache_bytes for engine in levels)
 
     def missing(slots: int) -> int:
         each = (up_to_growth(first_capacity(slots, engine.max_positions)) * engine.bytes_per_token for engine in own)
-        return sum(each) * rows - held + beside
+        states = sum(engine.bytes_per_row for engine in levels)
+        return (sum(each) + states) * rows - held + beside
 
     needed, most = missing(slots), missing(max(slots, end))
     if most < WORTH_ASKING:

@@ -83,6 +83,38 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of gated delta nets, all of a decoder alike. taps: of the convolution. grouped: delta_qkv computes of
+    every key head its query, key, values and gates, and delta_b of every one its b and a (Qwen3-Next)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool = False
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers of a token from which states are made again: its channels, decays and betas."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 2)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """What stands in a layer for q, k, v and o, beside its linears delta_qkv, _z, _b, _a and _out; float32.
+
+    taps: ``[taps, channels]`` of the convolution, of the oldest token first. rate, shift: ``[value_heads]``; the log
+    of a decay is rate * softplus(a + shift). norm: ``[value_dim]``.
+    """
+
+    taps: Tensor
+    rate: Tensor
+    shift: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True)
 class NestedTable:
     """Embeddings as the tiles of a nested weight, with the rows that have escapes."""
 
@@ -99,7 +131,8 @@ class Sizes:
 
     norms_have_mean: layer norms, not RMS norms. rotates_pairs: an element and its neighbour. parallel: attention and
     MLP read one sum. grouped_qkv: q computes the queries, key and value of one key head after the other.
-    norms_behind_rotation: of queries and keys. plain_mlp: down(activation(up)).
+    norms_behind_rotation: of queries and keys. plain_mlp: down(activation(up)). gated_heads: q computes of every head
+    its query and a gate of what the head gives. delta: of layers that are gated delta nets, None where there are none.
     """
 
     hidden: int
@@ -122,6 +155,8 @@ class Sizes:
     grouped_qkv: bool = False
     norms_behind_rotation: bool = False
     plain_mlp: bool = False
+    gated_heads: bool = False
+    delta: DeltaSizes | None = None
 
 
 def has_compiled_decoder() -> bool:
@@ -142,7 +177,7 @@ def compiled_decoder(
     dims = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate, sizes.vocab]
     dims += [sizes.embeddings, sizes.rotary_dim, ACTIVATIONS[sizes.activation], int(kv_dtype == torch.bfloat16)]
     dims += map(int, (sizes.norms_have_mean, sizes.rotates_pairs, sizes.parallel, sizes.grouped_qkv))
-    dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp))
+    dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp, sizes.gated_heads))
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
     if not isinstance(embedding, NestedTable):
@@ -173,6 +208,17 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)
+
+
+def set_delta_sizes(decoder, sizes: DeltaSizes) -> None:
+    """Say how large gated delta nets are, before the first."""
+    heads = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim
+    decoder.set_delta_shape([*heads, sizes.taps, int(sizes.grouped)])
+
+
+def set_delta(decoder, net: DeltaNet) -> None:
+    """Make the newest layer a gated delta net; its linears follow."""
+    decoder.set_delta(net.taps, net.rate, net.shift, net.norm)
 
 
 def set_experts(decoder, experts: Experts) -> None:

@@ -33,9 +33,12 @@
 #define MLSPEC_DECLARE_WORDS(isa)                                                \
   void mlspec_pack_gptq_##isa(const mlspec_words_args*, int64_t, int64_t); \
   void mlspec_pack_awq_##isa(const mlspec_words_args*, int64_t, int64_t);
+#define MLSPEC_DECLARE_DELTA(isa)                        \
+  void mlspec_delta_rule_##isa(const mlspec_delta_args*); \
+  void mlspec_sigmoid_mul_##isa(const float*, int64_t, float*);
 #define MLSPEC_DECLARE_ALL(isa)                                                            \
   MLSPEC_DECLARE_PACK(isa) MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_INT8(isa) MLSPEC_DECLARE_W4A16(isa) \
-  MLSPEC_DECLARE_ATTENTION(isa) MLSPEC_DECLARE_ROWS(isa)
+  MLSPEC_DECLARE_ATTENTION(isa) MLSPEC_DECLARE_ROWS(isa) MLSPEC_DECLARE_DELTA(isa)
 
 extern "C" {
 MLSPEC_DECLARE_ALL(generic)
@@ -117,7 +120,7 @@ struct Tier {
 };
 
 // The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear (with the exact nested one, which has its bits)
-// and f32_linear, int8, bf16, tables (lut_linear, zipper_lut), dequantize, attention, row ops, hadamard, words.
+// and f32_linear, int8, bf16, tables (lut_linear, zipper_lut), dequantize, attention, row ops (with those of delta nets), hadamard, words.
 #define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, lut, dequantize, attention, row, hadamard, words)           \
   CpuKernels {                                                                                                          \
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
@@ -126,7 +129,8 @@ struct Tier {
         mlspec_nested_linear_exact_##bf16, mlspec_bitplane_linear_##w4a16, mlspec_lut_linear_##lut,                     \
         mlspec_zipper_lut_##lut,                                                                                        \
         mlspec_int4_dequantize_##dequantize, mlspec_attention_##attention, mlspec_row_ops_##row,                        \
-        mlspec_hadamard_##hadamard, mlspec_pack_gptq_##words, mlspec_pack_awq_##words                                   \
+        mlspec_hadamard_##hadamard, mlspec_pack_gptq_##words, mlspec_pack_awq_##words,                                  \
+        mlspec_delta_rule_##row, mlspec_sigmoid_mul_##row                                                               \
   }
 
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.

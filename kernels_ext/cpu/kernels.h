@@ -204,6 +204,29 @@ struct mlspec_attention_args {
 };
 typedef void (*mlspec_attention_fn)(const struct mlspec_attention_args* args);
 
+// One value head of a gated delta net (Gated Delta Networks, arXiv 2412.06464, equation 10) over consecutive tokens of a row:
+//   q, k, v = silu(causal convolution of the head's channels); q and k get length 1, q / sqrt(key_dim) beyond that
+//   S = decay S + k (beta (v - decay S^T k))^T;  out = S^T q
+// A token after another, each with the same operations: how many tokens a call has changes no bit. All is float32.
+enum { MLSPEC_DELTA_MAX_TAPS = 8, MLSPEC_DELTA_MAX_DIM = 256 };
+struct mlspec_delta_args {
+  int64_t num_tokens;
+  const float* x;              // channels of token t: x + t * x_stride
+  int64_t x_stride;
+  const float* before[MLSPEC_DELTA_MAX_TAPS - 1];  // of the num_taps - 1 tokens before the first, the oldest first; null: there is none
+  const float* taps;           // [num_taps][channels], of the oldest token first
+  int64_t num_taps, channels;
+  int64_t q_at, k_at, v_at;    // the first of the head's channels
+  int64_t key_dim, value_dim;
+  const float *decay, *beta;   // of token t: [t * x_stride]
+  const float* from;           // S before the first token, [key_dim][value_dim]; null: zeros
+  float* to;                   // S behind the last; may be `from`
+  float* out;                  // out + t * out_stride; null: S alone is wanted
+  int64_t out_stride;
+};
+typedef void (*mlspec_delta_fn)(const struct mlspec_delta_args* args);
+typedef void (*mlspec_gate_fn)(const float* gate, int64_t n, float* y);  // y *= sigmoid(gate)
+
 // A place in the noise of a call: Philox4x32-10 with the seed for a key and (token / 4, position, stream, 0) for a counter.
 struct mlspec_noise {
   uint64_t seed;
@@ -252,6 +275,8 @@ struct CpuKernels {
   mlspec_row_ops row;
   mlspec_hadamard_fn hadamard;
   mlspec_pack_words_fn pack_gptq, pack_awq;
+  mlspec_delta_fn delta_rule;
+  mlspec_gate_fn sigmoid_mul;
 };
 
 // The best set that the processor and the operating system support, or the one MLSPEC_CPU_ISA names; chosen once.

@@ -22,9 +22,11 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
+    "head_gates": (("none",), ()),
 }
 CPU_WORDS = {
     "head_norms": ("per rotated head",),
+    "head_gates": ("behind each query",),
 }
 GPU_FIELDS = ("sinks",)
 GATES = ("halves", "clamped pairs")  # of experts; the decoder of the CPU takes the first
@@ -85,6 +87,29 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Delta:
+    """Layers with a gated delta net in place of attention (arXiv 2412.06464): those that config.layer_types calls
+    `kind`.
+
+    linears: places in a layer of qkv, z, b, a and out. grouped: qkv computes of each key head its query, key, values
+    and gates, and b its b and a; z and a are not there (Qwen3-Next). taps: the convolution's weight. rate, shift,
+    norm: A_log, what is added to a, and the weight of the norm before the gate. net: the module whose attributes
+    `heads` say key heads, value heads, elements of each, and taps; activations: attributes that have to say silu.
+    """
+
+    linears: Mapping[str, str]
+    grouped: bool = False
+    kind: str = "linear_attention"
+    net: str = "linear_attn"
+    heads: tuple[str, ...] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
+    taps: str = "linear_attn.conv1d.weight"
+    rate: str = "linear_attn.A_log"
+    shift: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm.weight"
+    activations: tuple[str, ...] = ("activation", "norm.activation")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """One class of models. Raises ValueError for an unknown word or part.
 
@@ -122,6 +147,9 @@ class Description:
     "those without a window", of a model with windows (EXAONE 4, Cohere 2).
     windows: masks of the class apply config.sliding_window in no layer, in every layer (Mistral), or "by layer
     type": where config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
+    head_gates: "behind each query": q computes of every head its query and a gate, by whose sigmoid what the head
+    gives is multiplied (Qwen3-Next).
+    delta: layers that are gated delta nets, on the CPU; None: there are none.
     sinks: the place in a layer of a logit per head that is part of the softmax, and has no value (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma). embedding_multiplier: a config entry (Granite).
@@ -155,6 +183,8 @@ class Description:
     position_embedding: str | None = None
     position_offset: int = 0
     sinks: str | None = None
+    head_gates: str = "none"
+    delta: Delta | None = None
     embedding_scale: str = "none"
     embedding_multiplier: str | None = None
     attention_scale: str = "scaling"
@@ -202,6 +232,8 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
+    if decoder == "cuda" and description.delta is not None:
+        return f"delta {description.delta.kind!r}; the compiled decoder {_OF[decoder]}has none"
     for name in GPU_FIELDS if decoder == "cpu" else ():
         word = getattr(description, name)
         if word is not None:

@@ -20,6 +20,7 @@ from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
+from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
@@ -29,7 +30,7 @@ from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
-_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, TransformedLinear}
+_BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, nn.Conv1d, TransformedLinear}
 _OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
@@ -47,10 +48,10 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
+        _block(entry, config, layer, i, kinds.index(_rope_kind(entry, config, i)))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
-    sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
+    sizes = _sizes(entry, model, blocks)
     sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
         _require_sizes(sizes, block, index)
@@ -175,15 +176,15 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has a {type(module).__module__}.{type(module).__name__} ({place})"
 
 
-def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
-    config, layer = model.config, _part(model, entry.layers)[0]
-    attention, embed = _part(layer, entry.attention), _part(model, entry.embedding)
+def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
+    config, layers = model.config, _part(model, entry.layers)
+    attending = _attending(blocks)
+    attention, embed = _part(layers[attending], entry.attention), _part(model, entry.embedding)
+    delta = next((delta_sizes(entry.delta, layers[i]) for i, b in enumerate(blocks) if b.delta is not None), None)
     activation = named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    kv_heads, head_dim = _heads(entry, config, attention, block)
-    no_mlp = block.experts is not None  # in any layer
-    intermediate = block.experts.inner if no_mlp else linear_shape(block.modules["down"], "down")[0]
+    kv_heads, head_dim = _heads(entry, config, attention, blocks[attending])
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
@@ -195,7 +196,7 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=intermediate,
+        intermediate=_intermediate(blocks),
         vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
         rotary_dim=rotary_dim,
@@ -211,7 +212,23 @@ def _sizes(entry: Description, model: nn.Module, block: Block) -> Sizes:
         grouped_qkv="qkv_by_head" in entry.linears,
         norms_behind_rotation=entry.head_norms == "per rotated head",
         plain_mlp=entry.mlp == "plain",
+        gated_heads=entry.head_gates != "none",
+        delta=delta,
     )
+
+
+def _attending(blocks: list[Block]) -> int:
+    """The first layer that attends."""
+    found = next((index for index, block in enumerate(blocks) if block.delta is None), None)
+    if found is None:
+        raise UnknownArchitecture("none of its layers attends")
+    return found
+
+
+def _intermediate(blocks: list[Block]) -> int:
+    """Elements between the projections of an MLP, or of an expert where no layer has an MLP."""
+    dense = next((block for block in blocks if block.experts is None), None)
+    return blocks[0].experts.inner if dense is None else linear_shape(dense.modules["down"], "down")[0]
 
 
 def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tuple[int, int]:
@@ -237,26 +254,35 @@ def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = n
     raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
 
 
-def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
+def _block(entry: Description, config, layer: nn.Module, index: int, rope_table: int) -> Block:
     try:
         experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
     except UnreadExperts as error:
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
+    norms, delta = entry.norms, None
+    if entry.delta is not None and _kind(config, index) == entry.delta.kind:
+        delta = delta_net(entry.delta, layer, index)
+        places = {name: place for name, place in places.items() if name not in _OF_ATTENTION}
+        places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}
+        norms = {name: place for name, place in norms.items() if name not in ("q", "k")}
     modules = {name: _part(layer, place) for name, place in places.items()}
-    norms = {name: _part(layer, place) for name, place in entry.norms.items()}
-    width = linear_shape(modules["o"], "o")[1]
+    norms = {name: _part(layer, place) for name, place in norms.items()}
+    width = linear_shape(modules["o" if delta is None else "delta_out"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     sinks = None if entry.sinks is None else _part(layer, entry.sinks, nn.Module.get_parameter).detach()
-    return Block(modules, [found.get(name) for name in NORMS], window, rope_table, experts, sinks)
+    norms = [found.get(name) for name in NORMS]
+    return Block(modules, norms, _window(entry, config, index), rope_table, experts, sinks, delta)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    outputs = {"q": queries, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
+    gates = queries if sizes.gated_heads else 0
+    outputs = {"q": queries + gates, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
     outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
     expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
     expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
+    expected |= {} if block.delta is None else delta_shapes(sizes.delta, sizes.hidden)
     for name, module in block.modules.items():
         inputs, out = linear_shape(module, name)
         if (inputs, out) != expected[name]:

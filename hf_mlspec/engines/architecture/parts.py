@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.nested import NestedEmbedding
-from ...ops.compiled_decoder import Sizes
+from ...ops.compiled_decoder import DeltaNet, Sizes
 from .mixture import ExpertBlock
 from .rotary import Rotation
 
@@ -33,7 +33,8 @@ class Norm:
 class Block:
     """One layer of a model: its linears by name, its norms, None where there is none.
 
-    modules: q, k, v or all three as qkv; o; gate, up or both as gate_up, and down where no `experts` stand for these.
+    modules: q, k, v or all three as qkv; o; or, of a gated delta net, delta_qkv, _z, _b, _a and _out;
+    gate, up or both as gate_up, and down where no `experts` stand for these.
     """
 
     modules: dict[str, nn.Module]
@@ -42,6 +43,7 @@ class Block:
     rope_table: int
     experts: ExpertBlock | None = None
     sinks: Tensor | None = None  # of the softmax of each head
+    delta: DeltaNet | None = None
 
 
 @dataclass

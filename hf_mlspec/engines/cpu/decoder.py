@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...nn.switch import PrecisionSwitch
-from ...ops.compiled_decoder import compiled_decoder, set_experts, set_linear
+from ...ops.compiled_decoder import compiled_decoder, set_delta, set_delta_sizes, set_experts, set_linear
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
@@ -18,6 +18,7 @@ from .streamed import read_planes, taken_failure
 class CpuDecoder:
     """A model in compiled code: `handle` has one call per step (kernels_ext/bindings/cpu/decoder.cpp).
 
+    num_layers: those that keep keys and values. num_recurrent: those that keep a state.
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
     bit_choices: what its calls may ask of the packed weights, () where it has none.
@@ -27,7 +28,9 @@ class CpuDecoder:
         """UnknownArchitecture where it cannot run the model; KernelError without kernels."""
         found = weights.read(model)
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
-        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.layers)
+        self.vocab_size = found.sizes.vocab
+        self.num_recurrent = sum(layer.delta is not None for layer in found.layers)
+        self.num_layers = len(found.layers) - self.num_recurrent
         self._rotation = found.rotation
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(model.config)
@@ -39,8 +42,12 @@ class CpuDecoder:
             self.handle.set_position_embedding(found.positions)
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._reader = read_planes(self.handle, model)
+        if found.sizes.delta is not None:
+            set_delta_sizes(self.handle, found.sizes.delta)
         for layer in found.layers:
             self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
+            if layer.delta is not None:
+                set_delta(self.handle, layer.delta)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
             if layer.experts is not None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..engine import Capabilities, Guess, Rows, Scores
-from ..rows import DecoderRows
-from .decoder import CpuDecoder
+from .rows import CpuRows
 
 PIECE = 2048  # tokens: compiled code cannot be interrupted, so a prompt of more is handed to it piece by piece
 
 
-class CpuEngine(DecoderRows):
+class CpuEngine(CpuRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
     can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True)
-    decoder: CpuDecoder
     device = torch.device("cpu")
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.decoder.num_recurrent:
+            self.can = replace(CpuEngine.can, stateful=True)
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """`Engine.feed`: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
@@ -46,7 +50,16 @@ class CpuEngine(DecoderRows):
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
         _, _, logits = self.decoder.call(
-            "score", self.cache.kv, flat, counts, self.lengths, asked, False, True, *self._view
+            "score",
+            self.cache.kv,
+            flat,
+            counts,
+            self.lengths,
+            asked,
+            False,
+            True,
+            *self._view,
+            *self._states(self.lengths),
         )
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
@@ -71,11 +84,10 @@ class CpuEngine(DecoderRows):
         fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
         kept = [len(guess) + 1 if on else 0 for guess, on in zip(guesses, alive, strict=True)]
         tokens, counts = _flat(fed)
-        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
+        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max(kept))
         begin = time.perf_counter()
-        best, confidence, logits = self.decoder.call(
-            "score", self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self._view
-        )
+        how = want_confidence, want_logits, *self._view, *self._states(starts)
+        best, confidence, logits = self.decoder.call("score", self.cache.kv, tokens, counts, starts, kept, *how)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         return Scores(
@@ -92,10 +104,10 @@ class CpuEngine(DecoderRows):
         self._read_ahead(rows, limits)
         starts = self._starts(rows)
         tokens, counts = _flat(_busy(rows, starts, limits))
-        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
+        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit), max(limits))
         begin = time.perf_counter()
         drafted, forwards, _ = self.decoder.call(
-            "draft", self.cache.kv, tokens, counts, starts, limits, threshold, *self._view
+            "draft", self.cache.kv, tokens, counts, starts, limits, threshold, *self._view, *self._states(starts)
         )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
@@ -126,11 +138,12 @@ class CpuEngine(DecoderRows):
         bases = [min(pair) for pair in zip(own, small, strict=True)]
         tokens, counts = _flat(_busy(rows, bases, limits))
         end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit)
-        self._reserve(end)
-        tiny._reserve(end)
+        self._reserve(end, max(limits))
+        tiny._reserve(end, max(limits))
         begin = time.perf_counter()
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
-        options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view
+        states = *self._states(own), *tiny._states(small)
+        options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view, *states
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
             self.decoder.call("draft_checked", *caches, tokens, counts, bases, limits, *options)
         )
@@ -144,7 +157,7 @@ class CpuEngine(DecoderRows):
         if len(row) > self.decoder.positions:
             self.decoder.reserve_positions(len(row))
         begin, count = time.perf_counter(), len(row) - start
-        self.decoder.call("score", kv, row[start:], [count], [start], [1], False, False, *self._view)
+        self.decoder.call("score", kv, row[start:], [count], [start], [1], False, False, *self._view, [], [])
         self._count(1, time.perf_counter() - begin)
 
     def _read_ahead(self, rows: Rows, alive: Sequence[int]) -> None:
@@ -161,16 +174,13 @@ class CpuEngine(DecoderRows):
             tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
             asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
             begin = time.perf_counter()
-            self.decoder.call("score", self.cache.kv, tokens, counts, starts, asked, False, False, *self._view)
+            how = *self._view, *self._states(starts)
+            self.decoder.call("score", self.cache.kv, tokens, counts, starts, asked, False, False, *how)
             self._count(1, time.perf_counter() - begin)
             self.lengths = [
                 start + count if count else have
                 for start, count, have in zip(starts, counts, self.lengths, strict=True)
             ]
-
-    def _starts(self, rows: Rows) -> list[int]:
-        """Per row the tokens that need no feeding: its last one is always scored."""
-        return [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
 
     @property
     def _view(self) -> tuple[int, int, int]:

@@ -33,6 +33,7 @@ from ...ops.compiled_decoder import (
     NESTED,
     PLANES,
     ZIPPER,
+    DeltaNet,
     Experts,
     NestedTable,
     Sizes,
@@ -49,13 +50,15 @@ _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 
 @dataclass
 class Layer:
-    """Linears by name (q, k, v, o, gate, up, down, or experts for the last three), norms as in Block."""
+    """Linears by name (q, k, v, o, gate, up, down, or experts for the last three, or delta and its linears for the
+    first four), norms as in Block."""
 
     linears: dict[str, Weight]
     norms: list[Norm | None]
     window: int
     rope_table: int
     experts: Experts | None = None
+    delta: DeltaNet | None = None
 
 
 @dataclass
@@ -82,6 +85,7 @@ def read(model: nn.Module) -> Architecture:
             block.window,
             block.rope_table,
             None if block.experts is None else read_experts(block.experts, read_weight),
+            block.delta,
         )
         for block in found.blocks
     ]
@@ -103,7 +107,7 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     if "gate_up" in modules:
         cuts = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
         linears |= dict(zip(("gate", "up"), cuts, strict=True))
-    for group in (("q", "k", "v"), ("gate", "up")):
+    for group in (("q", "k", "v"), ("gate", "up"), ("delta_qkv", "delta_z"), ("delta_b", "delta_a")):
         if not linears.keys() >= set(group):
             continue
         if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:

@@ -130,7 +130,7 @@ def measured(
     device = device_of(own.model)
 
     def run(count: int, slots: int) -> None:
-        slots = 0 if own.can.by_module else slots  # its cache holds what was fed and nothing else
+        slots = 0 if own.can.by_module or own.can.stateful else slots  # it holds what was fed and nothing else
         own.lengths = [slots]
         row, guess = [1] * (slots + 1), [1] * (count - 1)
         if own.can.greedy_rounds:

@@ -73,7 +73,7 @@ class LongPrompts:
 
     def __init__(self, chain: Chain, device: torch.device, chunk: int, budget: int):
         self.chain, self.target = chain, chain.target.runner
-        exact = self.target.can.bit_exact
+        exact = self.target.can.bit_exact and not self.target.can.stateful
         self.chunk = chunk if exact else 0
         self.prefixes = KeptPrefixes(budget) if budget and exact else None
         self.pace = Pace(max(chunk, 1), device)
@@ -83,8 +83,9 @@ class LongPrompts:
         self._unkept: dict[int, int] = {}  # tokens of prompts of rows that just joined, by number
         if budget and not exact:
             model = self.target.model
-            say_once(model, f"{type(model).__name__} keeps no prefixes: module by module a token's bits depend on its "
-                            "batch")
+            why = "module by module a token's bits depend on its batch"
+            why = "it keeps a state" if self.target.can.stateful else why
+            say_once(model, f"{type(model).__name__} keeps no prefixes: {why}")
 
     def opening(self, one: Admitted, drafting: Sequence[int]) -> Opening:
         """How the row is to begin; nothing is allocated yet. drafting: levels that are at work."""
@@ -207,7 +208,7 @@ class LongPrompts:
     def _reads(self, index: int, one: Admitted) -> bool:
         """Whether a level keeps keys and values of its own, of the target's tokens, for a row as long."""
         engine = self.chain.runners[index]
-        if engine is None or engine.follow is not None or not engine.can.bit_exact:
+        if engine is None or engine.follow is not None or not engine.can.bit_exact or engine.can.stateful:
             return False
         most = getattr(inside(self.chain.levels[index]), "max_positions", None)
         return all(self.chain.joined[: index + 1]) and (most is None or len(one.row) + one.left <= most)

@@ -44,7 +44,7 @@ class DecoderObject : public torch::CustomClassHolder {
   // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
   DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm,
                 const MaybeTensor& final_bias) {
-    TORCH_CHECK_VALUE(dims.size() == 16 && numbers.size() == 5, "Decoder takes 16 sizes and 5 numbers, got ",
+    TORCH_CHECK_VALUE(dims.size() == 17 && numbers.size() == 5, "Decoder takes 17 sizes and 5 numbers, got ",
                       dims.size(), " and ", numbers.size());
     mlspec::DecoderShape& s = decoder_.shape;
     s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
@@ -52,7 +52,8 @@ class DecoderObject : public torch::CustomClassHolder {
     s.activation = static_cast<mlspec_activation>(dims[8]);
     s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
     s.norms_have_mean = dims[10], s.rotates_pairs = dims[11], s.parallel = dims[12], s.grouped_qkv = dims[13];
-    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15];
+    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15], s.gated_heads = dims[16];
+    TORCH_CHECK_VALUE(!s.gated_heads || !s.grouped_qkv, "heads with gates are not grouped by key head");
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
     s.attention_softcap = numbers[3], s.logit_softcap = numbers[4];
@@ -114,7 +115,40 @@ class DecoderObject : public torch::CustomClassHolder {
     layer.q_norm = norm(4, "q_norm", layer.q_norm_width), layer.k_norm = norm(5, "k_norm", layer.k_norm_width);
     layer.window = window;
     layer.rope_table = rope_table;
+    layer.kv_index = decoder_.num_kv_layers();
     decoder_.layers.push_back(layer);
+  }
+
+  // Sizes of all layers that are gated delta nets: delta_shape in decoder_delta.h. Before the first of them.
+  void set_delta_shape(const Ints& dims) {
+    TORCH_CHECK_VALUE(decoder_.delta_nets.empty(), "the sizes of gated delta nets come before the nets");
+    decoder_.delta = mlspec::delta_shape(dims);
+  }
+
+  // The newest layer is a gated delta net in place of attention. taps: float32 [taps, channels], of the oldest token first; rate (-exp(A_log))
+  // and shift: float32 [value_heads]; norm: float32 [value_dim]. Its linears follow: delta_qkv, _z, _b, _a and _out, of a grouped one
+  // delta_qkv, _b and _out.
+  void set_delta(const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm) {
+    DecoderLayer& layer = newest("delta");
+    const mlspec::DeltaShape& s = decoder_.delta;
+    TORCH_CHECK_VALUE(s.key_heads > 0 && !layer.delta, "a layer is a gated delta net once, and set_delta_shape comes first");
+    check_plain(taps, "taps", at::kFloat, {s.num_taps, s.channels()});
+    layer.delta = std::make_shared<mlspec::DeltaNet>();
+    layer.delta->index = decoder_.delta_nets.size();
+    layer.delta->taps = static_cast<const float*>(hold(taps));
+    layer.delta->rate = floats(rate, "rate", s.value_heads), layer.delta->shift = floats(shift, "shift", s.value_heads);
+    layer.delta->norm = floats(norm, "the norm of a delta net", s.value_dim);
+    decoder_.delta_nets.push_back(layer.delta.get());
+  }
+
+  // Of tensors as checked_states in decoder_delta.h takes them: of how many of its first wanted[r] tokens row r has a state, or can have one.
+  Ints reach(const std::vector<Tensor>& states, const Ints& wanted) {
+    TORCH_CHECK_VALUE(states.size() == 3, "there are 3 tensors of states, got ", states.size());
+    const mlspec::RecurrentStates own = mlspec::checked_states(decoder_, states.data());
+    TORCH_CHECK_VALUE(static_cast<int64_t>(wanted.size()) <= own.batch, "there are states of ", own.batch, " rows");
+    Ints found(wanted.size());
+    for (size_t r = 0; r < wanted.size(); ++r) own.nearest(r, wanted[r], found[r]);
+    return found;
   }
 
   // The newest layer has experts in place of gate, up and down: routed_experts in decoder_experts.h. set_experts follows.
@@ -133,7 +167,7 @@ class DecoderObject : public torch::CustomClassHolder {
     hold(weight), hold_some(scale, zero);
   }
 
-  // name: q, k, v, o, gate, up, down of the newest layer, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
+  // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
   void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
     mlspec::Linear linear;
@@ -238,7 +272,7 @@ class DecoderObject : public torch::CustomClassHolder {
 
   // Of o or down, which was set before: its inputs are multiplied by Hadamard matrices first, as hadamard_rows does it.
   void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
-    TORCH_CHECK_VALUE(name == "o" || name == "down", name, ".hadamard: o and down have rotated inputs, others do not");
+    TORCH_CHECK_VALUE(name == "o" || name == "down" || name == "delta_out", name, ".hadamard: o and down have rotated inputs, others do not");
     mlspec::Linear& linear = place(name);
     TORCH_CHECK_VALUE(linear.weight && !linear.order && !linear.outliers, name,
                       ".hadamard: set the linear first, and no order of its inputs");
@@ -269,9 +303,11 @@ class DecoderObject : public torch::CustomClassHolder {
   // -> best int64 [sum of kept] (-1: NaN), confidence float32 (empty unless wanted), logits float32 (empty unless wanted)
   std::tuple<Tensor, Tensor, Tensor> score(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                            const Ints& kept, bool want_confidence, bool want_logits,
-                                           int64_t weight_bits, int64_t activation_bits, int64_t draft_window) {
+                                           int64_t weight_bits, int64_t activation_bits, int64_t draft_window,
+                                           const std::vector<Tensor>& states, const Ints& sources) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
+    mlspec::Level level =
+        mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window, {states, sources});
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
     int64_t total = 0;
@@ -279,6 +315,7 @@ class DecoderObject : public torch::CustomClassHolder {
       TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
       total += kept[r];
     }
+    mlspec::check_reached(level, kept);
     Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
     float* const to = want_logits ? logits.mutable_data_ptr<float>() : nullptr;
     const mlspec::Scored scored = in_memory("score", tokens, counts, [&] {
@@ -291,12 +328,15 @@ class DecoderObject : public torch::CustomClassHolder {
   std::tuple<std::vector<Ints>, int64_t, double> draft(const Tensor& kv, const Ints& tokens, const Ints& counts,
                                                        const Ints& starts, const Ints& limits, double threshold,
                                                        int64_t weight_bits, int64_t activation_bits,
-                                                       int64_t draft_window) {
+                                                       int64_t draft_window, const std::vector<Tensor>& states,
+                                                       const Ints& sources) {
     mlspec::check_threshold("threshold", threshold);
     std::lock_guard<std::mutex> lock(decoder_.busy);
-    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
+    mlspec::Level level =
+        mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window, {states, sources});
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, Ints(rows.size(), 1), limits);
+    mlspec::check_reached(level, limits);
     auto drafted = in_memory("draft", tokens, counts, [&] {
       return mlspec::draft(at::get_num_threads(), level, rows, limits, threshold);
     });
@@ -310,18 +350,22 @@ class DecoderObject : public torch::CustomClassHolder {
       const Ints& tiny_lengths, const Ints& tokens, const Ints& counts, const Ints& bases, const Ints& limits,
       int64_t num_draft_tokens, double tiny_threshold, double middle_threshold, int64_t weight_bits,
       int64_t activation_bits, int64_t draft_window, int64_t tiny_weight_bits, int64_t tiny_activation_bits,
-      int64_t tiny_draft_window) {
+      int64_t tiny_draft_window, const std::vector<Tensor>& states, const Ints& sources, const std::vector<Tensor>& tiny_states,
+      const Ints& tiny_sources) {
     TORCH_CHECK_VALUE(num_draft_tokens >= 0, "num_draft_tokens is ", num_draft_tokens);
     mlspec::check_threshold("tiny_threshold", tiny_threshold);
     mlspec::check_threshold("middle_threshold", middle_threshold);
     std::unique_lock own(decoder_.busy, std::defer_lock), other(tiny->decoder_.busy, std::defer_lock);
     tiny.get() == this ? own.lock() : std::lock(own, other);
-    mlspec::Level middle = mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits}, draft_window);
+    mlspec::Level middle =
+        mlspec::checked_level(decoder_, kv, lengths, {weight_bits, activation_bits}, draft_window, {states, sources});
     mlspec::Level small = mlspec::checked_level(tiny->decoder_, tiny_kv, tiny_lengths, {tiny_weight_bits, tiny_activation_bits},
-                                                tiny_draft_window);
+                                                tiny_draft_window, {tiny_states, tiny_sources});
     const auto rows = mlspec::split_rows(tokens, counts, bases);
     mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
     mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);
+    mlspec::check_reached(middle, limits);
+    if (small.kv.data != middle.kv.data) mlspec::check_reached(small, limits);
     mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
     auto out = in_memory("draft_checked", tokens, counts, [&] {
       return mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);
@@ -351,7 +395,11 @@ class DecoderObject : public torch::CustomClassHolder {
   // A checked linear with its bias to the place that `name` means.
   void put(const std::string& name, mlspec::Linear linear, const MaybeTensor& bias) {
     mlspec::Linear& target = place(name);
-    mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
+    if (name.rfind("delta_", 0) == 0) {
+      mlspec::check_delta_place(name, decoder_.delta, decoder_.shape.hidden, linear.in_features, linear.out_features);
+    } else {
+      mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
+    }
     linear.bias = floats(bias, name + ".bias", linear.out_features);
     target = linear;
   }
@@ -375,6 +423,16 @@ class DecoderObject : public torch::CustomClassHolder {
   mlspec::Linear& place(const std::string& name) {
     if (name == "head") return decoder_.head;
     if (name.rfind("shared_", 0) == 0) return mlspec::shared_linear(newest_experts(name), name);
+    if (name.rfind("delta_", 0) == 0) {
+      static const std::map<std::string, mlspec::Linear mlspec::DeltaNet::*> of_nets = {{"delta_qkv", &mlspec::DeltaNet::qkv},
+                                                                                       {"delta_z", &mlspec::DeltaNet::z},
+                                                                                       {"delta_b", &mlspec::DeltaNet::b},
+                                                                                       {"delta_a", &mlspec::DeltaNet::a},
+                                                                                       {"delta_out", &mlspec::DeltaNet::out}};
+      const auto found = of_nets.find(name);
+      TORCH_CHECK_VALUE(newest(name).delta && found != of_nets.end(), "a layer has no linear ", name);
+      return (*newest(name).delta).*(found->second);
+    }
     static const std::map<std::string, mlspec::Linear DecoderLayer::*> places = {
         {"q", &DecoderLayer::q},       {"k", &DecoderLayer::k},   {"v", &DecoderLayer::v},      {"o", &DecoderLayer::o},
         {"gate", &DecoderLayer::gate}, {"up", &DecoderLayer::up}, {"down", &DecoderLayer::down}};
@@ -397,6 +455,9 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_rope", &DecoderObject::set_rope)
       .def("set_position_embedding", &DecoderObject::set_position_embedding)
       .def("add_layer", &DecoderObject::add_layer)
+      .def("set_delta_shape", &DecoderObject::set_delta_shape)
+      .def("set_delta", &DecoderObject::set_delta)
+      .def("reach", &DecoderObject::reach)
       .def("set_router", &DecoderObject::set_router)
       .def("set_experts", &DecoderObject::set_experts)
       .def("set_linear", &DecoderObject::set_linear)

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../operands.h"
+#include "decoder_delta.h"
 #include "decoder_experts.h"
 #include "decoder_precisions.h"
 
@@ -20,7 +21,9 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
   TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const DecoderLayer& l = decoder.layers[i];
+    if (l.delta) check_delta(*l.delta, decoder.delta, alike, ready, "layer " + std::to_string(i) + " of the decoder");
     for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o}) {
+      if (l.delta) continue;
       const bool inside = decoder.shape.grouped_qkv && (linear == &l.k || linear == &l.v);
       TORCH_CHECK_VALUE(inside || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
@@ -41,10 +44,10 @@ inline void check_able(const Decoder& decoder, Bits bits) {
   bool packed = decoder.head.is_packed();
   check_bits(decoder.head, bits, "");
   for (const DecoderLayer& l : decoder.layers) {
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) {
-      packed |= linear->is_packed();
-      check_bits(*linear, bits, "");
-    }
+    l.each_linear([&](const Linear& linear) {
+      packed |= linear.is_packed();
+      check_bits(linear, bits, "");
+    });
     if (!l.experts) continue;
     each_expert_linear(*l.experts, [&](const Linear& linear) {
       packed |= linear.is_packed();
@@ -55,15 +58,15 @@ inline void check_able(const Decoder& decoder, Bits bits) {
                     ", and the decoder holds no packed weights; pass 0 and 0");
 }
 
-// A level of a call: a complete decoder over a cache of its shape. kv: [layers, 2, batch, kv_heads, slots, head_dim] of what the
+// A level of a call: a complete decoder over a cache of its shape. kv: [layers that have some, 2, batch, kv_heads, slots, head_dim] of what the
 // model writes, or rows of codes [.., mlspec_cache_row_bytes].
 inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::vector<int64_t>& lengths, Bits bits,
-                           int64_t draft_window) {
+                           int64_t draft_window, const RecurrentLevel& recurrent = {}) {
   TORCH_CHECK_VALUE(draft_window >= 0, "draft_window is ", draft_window, ", 0 (none) or a number of slots is meant");
   check_complete(decoder, bits);
   check_able(decoder, bits);
   const DecoderShape& s = decoder.shape;
-  const int64_t layers = decoder.layers.size();
+  const int64_t layers = decoder.num_kv_layers();
   const std::optional<mlspec_dtype> codes = rows_of_codes(kv.scalar_type());
   const mlspec_dtype dtype = codes ? *codes : storage_dtype(kv, "the cache");
   TORCH_CHECK_VALUE(dtype != MLSPEC_INT4_ROWS || s.head_dim % 2 == 0, "the cache is ", kv.scalar_type(),
@@ -75,7 +78,9 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
                     ", slots, ", width, "] on the CPU");
   TORCH_CHECK_TYPE(dtype == s.kv_dtype || codes, "the cache is ", kv.scalar_type(),
                    ", which is not what the model writes");
-  return {&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
+  Level level{&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
+  put_states(level, recurrent);
+  return level;
 }
 
 }  // namespace mlspec

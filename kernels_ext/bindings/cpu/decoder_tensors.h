@@ -43,9 +43,10 @@ inline void check_place(const std::string& name, const DecoderShape& s, int64_t 
   }
   const bool from_hidden = name != "o" && name != "down";
   const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
+  const int64_t gated = s.gated_heads ? 2 : 1;
   const int64_t outputs = !from_hidden    ? s.hidden
                           : name == "head" ? s.vocab
-                          : name == "q"    ? queries + (s.grouped_qkv ? 2 * keys : 0)
+                          : name == "q"    ? gated * queries + (s.grouped_qkv ? 2 * keys : 0)
                           : name == "k" || name == "v" ? keys
                                                        : s.intermediate;
   TORCH_CHECK_VALUE(in == inputs && out == outputs, name, " maps ", in, " to ", out, " features, the decoder's maps ", inputs,
@@ -115,10 +116,10 @@ inline const int32_t* checked_order(const std::string& name, const Linear& linea
 
 // Where another linear of the layer has an equal order it is that one: which linears share their inputs, addresses tell.
 inline void share_order(const DecoderLayer& l, Linear& linear) {
-  for (const Linear* other : {&l.q, &l.k, &l.v, &l.gate, &l.up}) {
-    if (!other->order || other->columns() != linear.columns()) continue;
-    if (std::equal(other->order, other->order + linear.columns(), linear.order)) linear.order = other->order;
-  }
+  l.each_linear([&](const Linear& other) {
+    if (!other.order || other.columns() != linear.columns()) return;
+    if (std::equal(other.order, other.order + linear.columns(), linear.order)) linear.order = other.order;
+  });
 }
 
 // With NaN the rounds would neither ask for confidences nor do without them.

@@ -48,17 +48,19 @@ void share_pieces(Team& team, const Linear& next, const mlspec_acts& acts, F&& f
 void Decoder::prepare(Pass& pass, int threads) {
   if (!work_) work_ = std::make_shared<Workspace>();
   Workspace& w = *work_;
-  const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
+  const int64_t n = pass.tokens.size(), kept = pass.kept.size(), heads = shape.heads * shape.head_dim;
+  const int64_t context = std::max(heads, delta.values());
   w.bits = pass.bits;
   planes_missing = false;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
-  w.qkv.reserve(n * (context + 2 * shape.kv_heads * shape.head_dim));
+  w.qkv.reserve(n * std::max((shape.gated_heads ? 2 : 1) * heads + 2 * shape.kv_heads * shape.head_dim, delta.width()));
+  w.head_gates.reserve(shape.gated_heads ? n * heads : 0);
   w.context.reserve(n * context);
   w.gate_up.reserve(n * 2 * shape.intermediate);
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max(2 * shape.hidden + kOutliers, kTileOutputs * kChunk) + kTileOutputs;
+  w.row_stride = std::max({2 * shape.hidden + kOutliers, kTileOutputs * kChunk, delta.width()}) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {
@@ -66,8 +68,7 @@ void Decoder::prepare(Pass& pass, int threads) {
     bytes = std::max(bytes, mlspec_acts_bytes(&acts));
     reserve_escaped(next, threads, rows);
   };
-  for (const DecoderLayer& l : layers)
-    for (const Linear* next : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) measure(*next, n);
+  for (const DecoderLayer& l : layers) l.each_linear([&](const Linear& next) { measure(next, n); });
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
@@ -234,17 +235,24 @@ void Decoder::embed(Team& team, const Pass& pass) {
 void Decoder::forward(Team& team, Pass& pass) {
   Workspace& w = *work_;
   // All that is asked of the pass is asked before the last barrier: behind it the deciding thread fills the next pass.
-  const int64_t n = pass.tokens.size(), kept = pass.kept.size(), context = shape.heads * shape.head_dim;
+  const int64_t n = pass.tokens.size(), kept = pass.kept.size();
+  const int64_t width = (shape.gated_heads ? 2 : 1) * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim;
+  if (pass.states) restore_states(team, pass);
   embed(team, pass);
   Pending pending;
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
-    normalize(team, n, pending, layer.attention_norm, &layer.q);
-    const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
-    multiply(team, qkv, shape.grouped_qkv ? 1 : 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
-    attention(team, pass, i);
-    const Linear* const o[] = {&layer.o};
+    const Linear* const o[] = {layer.delta ? &layer.delta->out : &layer.o};
+    if (layer.delta) {
+      normalize(team, n, pending, layer.attention_norm, shares_inputs(*layer.delta) ? &layer.delta->qkv : nullptr);
+      delta_net(team, pass, *layer.delta);
+    } else {
+      normalize(team, n, pending, layer.attention_norm, &layer.q);
+      const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
+      multiply(team, qkv, shape.grouped_qkv ? 1 : 3, w.qkv.data(), width, false, n);
+      attention(team, pass, layer);
+    }
     pending = {layer.attention_out_norm || shape.parallel, layer.attention_out_norm};
     multiply(team, o, 1, pending.waits ? w.block.data() : w.hidden.data(), shape.hidden, !pending.waits, n);
     if (shape.parallel) {  // both wait in `block` until the next norm

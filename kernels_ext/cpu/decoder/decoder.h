@@ -3,10 +3,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
+#include "decoder_delta.h"
 #include "decoder_experts.h"
 #include "decoder_linear.h"
+#include "decoder_states.h"
 #include "../kernels.h"
 #include "../threads/parallel.h"
 
@@ -29,12 +32,22 @@ struct Pending {
 struct DecoderLayer {
   Linear q, k, v, o, gate, up, down;  // q: of queries, keys and values where qkv is grouped
   std::shared_ptr<Experts> experts;  // in place of gate, up and down; null: these
+  std::shared_ptr<DeltaNet> delta;   // in place of q, k, v and o; null: these
+  int64_t kv_index = 0;              // of its keys and values, which a delta net has none of
   Norm attention_norm, mlp_norm;  // none: the block reads the residual stream itself (OLMo 2)
   Norm attention_out_norm, mlp_out_norm;  // between a block and its residual: Gemma 2 and 3
   Norm q_norm, k_norm;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
   int64_t q_norm_width = 0, k_norm_width = 0;  // elements that are normed together
   int64_t window = 0;      // 0: full attention
   int64_t rope_table = 0;  // which of Decoder::ropes
+
+  // f(linear) for all that lie in the layer itself, also those that it has none of; experts have theirs.
+  template <class F>
+  void each_linear(F&& f) const {
+    for (const Linear* linear : {&q, &k, &v, &o, &gate, &up, &down}) f(*linear);
+    if (!delta) return;
+    for (const Linear* linear : {&delta->qkv, &delta->z, &delta->b, &delta->a, &delta->out}) f(*linear);
+  }
 };
 
 struct RopeTable {
@@ -53,9 +66,10 @@ struct DecoderShape {
   bool grouped_qkv;        // outputs of q: of every key head its queries, key and value
   bool norms_behind_rotation;  // of queries and keys
   bool plain_mlp;          // down(activation(up)): no layer has a gate
+  bool gated_heads;        // q gives of every head its query and, behind it, a gate of what the head gives
 };
 
-// Keys and values of a batch: [layers][2][batch][kv_heads][slots] rows of mlspec_cache_row_bytes, of different lengths.
+// Keys and values of a batch: [layers that have some][2][batch][kv_heads][slots] rows of mlspec_cache_row_bytes, of different lengths.
 struct RaggedKv {
   void* data = nullptr;
   int64_t layers = 0, batch = 0, slots = 0;
@@ -83,6 +97,11 @@ struct Pass {
   std::vector<Segment> blocks;                   // of consecutive tokens of one row, short enough to share out
   std::vector<int64_t> tokens, positions, rows;  // of all segments, one behind the other
   std::vector<int64_t> kept;                     // indices of the tokens whose successor is asked for
+  RecurrentStates states;                        // of layers that keep some, else none
+  std::vector<Run> runs;                         // the tokens as these layers go through them, in order
+  std::vector<int64_t> row_runs;                 // the first run of every row
+  std::vector<Replay> replays;                   // before the first token: all of these, then all forks
+  std::vector<Fork> forks;
   // What came out, one entry per kept token. best: argmax of the logits, -1 where they hold NaN.
   std::vector<int64_t> best;
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
@@ -90,6 +109,12 @@ struct Pass {
   Bits bits;                      // of every linear with packed weights; 0: each one's own
   int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
   bool want_confidence = false;
+
+  // Those of the number-th row.
+  std::span<const Run> runs_of(int64_t number) const {
+    const bool last = number + 1 == static_cast<int64_t>(row_runs.size());
+    return {runs.data() + row_runs[number], runs.data() + (last ? runs.size() : row_runs[number + 1])};
+  }
 };
 
 class Decoder {
@@ -99,6 +124,9 @@ class Decoder {
   DecoderShape shape;
   std::vector<DecoderLayer> layers;
   std::vector<RopeTable> ropes;
+  DeltaShape delta;                         // of all layers that are delta nets
+  std::vector<const DeltaNet*> delta_nets;  // these
+  int64_t num_kv_layers() const { return layers.size() - delta_nets.size(); }
   const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested
   Linear nested_embedding;
   const void* position_embedding = nullptr;  // [positions][hidden], of the embedding's dtype, added to it; null: none
@@ -144,7 +172,11 @@ class Decoder {
   int64_t key_at(int64_t kv_head) const;
   int64_t value_at(int64_t kv_head) const;
   void turn_heads(const DecoderLayer& layer, int64_t position, float* qkv) const;
-  void attention(Team& team, const Pass& pass, int64_t layer);
+  void part_gates(const float* from, float* queries, float* gates) const;
+  void attention(Team& team, const Pass& pass, const DecoderLayer& layer);
+  void restore_states(Team& team, const Pass& pass);
+  bool shares_inputs(const DeltaNet& net) const;
+  void delta_net(Team& team, const Pass& pass, const DeltaNet& net);
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const DecoderLayer& layer);

@@ -13,7 +13,7 @@ int64_t Decoder::queries_at(int64_t kv_head) const {
 
 int64_t Decoder::key_at(int64_t kv_head) const {
   if (shape.grouped_qkv) return queries_at(kv_head + 1) - 2 * shape.head_dim;
-  return (shape.heads + kv_head) * shape.head_dim;
+  return (shape.heads * (shape.gated_heads ? 2 : 1) + kv_head) * shape.head_dim;
 }
 
 int64_t Decoder::value_at(int64_t kv_head) const {
@@ -50,22 +50,31 @@ void Decoder::turn_heads(const DecoderLayer& layer, int64_t position, float* qkv
   }
 }
 
+// Of one token: queries, each with its gate behind it, to queries side by side, in place, and gates.
+void Decoder::part_gates(const float* from, float* queries, float* gates) const {
+  const int64_t dim = shape.head_dim;
+  for (int64_t head = 0; head < shape.heads; ++head) {
+    std::copy_n(from + (2 * head + 1) * dim, dim, gates + head * dim);
+    if (head) std::copy_n(from + 2 * head * dim, dim, queries + head * dim);
+  }
+}
+
 // Heads of every token; keys and values into the cache; then attention and its packing.
-void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
+void Decoder::attention(Team& team, const Pass& pass, const DecoderLayer& layer) {
   const CpuKernels& kernels = cpu_kernels();
-  const DecoderLayer& layer = layers[index];
   const int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = shape.heads * dim;
-  const int64_t stride = width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
+  const int64_t stride = (shape.gated_heads ? 2 : 1) * width + 2 * shape.kv_heads * dim, tokens = pass.tokens.size();
   const int64_t slot_bytes = mlspec_cache_row_bytes(pass.kv.dtype, dim);
   Workspace& w = *work_;
   char* const kv = static_cast<char*>(pass.kv.data);
   const auto lane = [&](int64_t which, int64_t row, int64_t head) {
-    return kv + (((index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * slot_bytes;
+    return kv + (((layer.kv_index * 2 + which) * pass.kv.batch + row) * shape.kv_heads + head) * pass.kv.slots * slot_bytes;
   };
   team.share(tokens, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       float* const row = w.qkv.data() + n * stride;
       const int64_t position = pass.positions[n];
+      if (shape.gated_heads) part_gates(row, row, w.head_gates.data() + n * width);
       turn_heads(layer, position, row);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         const int64_t at[] = {key_at(head), value_at(head)};
@@ -89,6 +98,8 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
                                        lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
                                        pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
       kernels.attention(&args);
+      for (int64_t t = 0; shape.gated_heads && t < block.count; ++t)
+        kernels.sigmoid_mul(w.head_gates.data() + (block.first + t) * width + head * share, share, out + t * width);
       const mlspec_pack_args pack{w.context.data(), width, &acts};
       if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
     }

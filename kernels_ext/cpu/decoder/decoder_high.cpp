@@ -16,8 +16,7 @@ void Decoder::reserve_tables() {
   const auto measure = [&](const Linear& linear) {
     if (adds_high(linear)) widest = std::max(widest, linear.in_features);
   };
-  for (const DecoderLayer& l : layers)
-    for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down}) measure(*linear);
+  for (const DecoderLayer& l : layers) l.each_linear(measure);
   measure(head);
   work_->tables.reserve(MLSPEC_ZIPPER_LANES * zipper_table_floats(widest));
 }

@@ -43,6 +43,7 @@ void Decoder::reserve_dense(int threads) {
   for (const DecoderLayer& l : layers) {
     measure({&l.q, &l.k, &l.v});
     measure({&l.o});
+    if (l.delta) measure({&l.delta->qkv, &l.delta->z, &l.delta->b, &l.delta->a}), measure({&l.delta->b, &l.delta->a}), measure({&l.delta->out});
     !shape.plain_mlp ? measure({&l.gate, &l.up}) : measure({&l.up});
     measure({&l.down});
   }
@@ -111,10 +112,11 @@ void Decoder::multiply_in_place(Team& team, const Linear* const* parts, int coun
                                 int64_t rows) {
   const mlspec_acts acts = acts_for(*parts[0], rows);
   const bool dequantized = dequantizes(*parts[0]);
-  mlspec_linear_args args[3];
-  mlspec_linear_fn compute[3];
-  bool escapes[3], any_escapes = false, any_high = false;
-  int64_t first[4] = {0}, bytes = 0, column = 0;
+  constexpr int kMostParts = 4;
+  mlspec_linear_args args[kMostParts];
+  mlspec_linear_fn compute[kMostParts];
+  bool escapes[kMostParts], any_escapes = false, any_high = false;
+  int64_t first[kMostParts + 1] = {0}, bytes = 0, column = 0;
   for (int i = 0; i < count; ++i) {
     const Linear& part = *parts[i];
     args[i] = {part.weight, part.scale, part.zero, part.group, part.bias, &acts, y + column, stride, accumulate,

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <stdexcept>
+#include <utility>
 
 #include "../attention/attention_limits.h"
 
@@ -70,10 +72,31 @@ class Feeder {
     pass_.want_confidence = want_confidence;
     pass_.bits = level.bits;
     pass_.draft_window = level.draft_window;
+    pass_.states = level.states;
+  }
+
+  // Row `row` goes on behind `length` tokens. in_place: nobody goes back to that length.
+  void begin(int64_t row, int64_t length, bool in_place) {
+    if (!level_.states) return;
+    const RecurrentStates& own = level_.states;
+    if (const RecurrentStates* const source = std::exchange(level_.sources[row], nullptr)) {
+      own.forget(row);
+      state_ = length > 0 ? 0 : RecurrentStates::kZeros;
+      if (length > 0) {
+        pass_.forks.push_back({*source, own, row, length, taken_over(*source, row, length), 0});
+        marks_.insert(marks_.end(), {{own.lengths(row), length}, {&own.first(row), std::max<int64_t>(length - own.before, 0)},
+                                     {&own.end(row), length}});
+      }
+    } else {
+      state_ = settled(own, row, length);
+      own.cut(row, length);
+    }
+    in_place_ = of_kept_ = in_place;
   }
 
   void add(int64_t row, int64_t position, int64_t token, bool kept) {
     const int64_t index = pass_.tokens.size();
+    if (level_.states) run_on(row, position, index, kept);
     Segment* const last = pass_.blocks.empty() ? nullptr : &pass_.blocks.back();
     if (last && last->row == row && last->count < kAttentionTokens && last->start + last->count == position) {
       ++last->count;
@@ -91,6 +114,13 @@ class Feeder {
     if (pass_.tokens.empty()) return;
     pass_.logits = logits_;
     driver_.execute(level_, pass_);
+    for (const auto& [mark, value] : marks_) *mark = value;
+    for (const Run& run : pass_.runs) {
+      const RecurrentStates& own = pass_.states;
+      own.lengths(run.row)[run.to] = own.end(run.row) = run.start + run.count;
+      own.first(run.row) = std::max(own.first(run.row), own.end(run.row) - own.window);
+    }
+    pass_.runs.clear(), pass_.row_runs.clear(), pass_.replays.clear(), pass_.forks.clear(), marks_.clear();
     out_.best.insert(out_.best.end(), pass_.best.begin(), pass_.best.end());
     out_.confidence.insert(out_.confidence.end(), pass_.confidence.begin(), pass_.confidence.end());
     if (logits_) logits_ += pass_.kept.size() * level_.decoder->shape.vocab;
@@ -99,15 +129,64 @@ class Feeder {
   }
 
  private:
+  // The state of `source` with which `row` begins as its first; kZeros where a replay of this pass makes that. A decoder of fewer layers
+  // leaves its source's states as they are.
+  int64_t taken_over(const RecurrentStates& source, int64_t row, int64_t length) {
+    if (source.layers == level_.states.layers) return settled(source, row, length);
+    int64_t found = 0;
+    const int64_t from = source.nearest(row, length, found), have = source.length(row, from);
+    require(found == length);
+    if (have == length) return from;
+    pass_.replays.push_back({source, level_.states, row, have, length, from, 0});
+    return RecurrentStates::kZeros;
+  }
+
+  static void require(bool there) {
+    if (!there) throw std::logic_error("a row goes on behind tokens of which there is no state");
+  }
+
+  // The state of `row` of exactly `length` tokens, by its number, made again before this pass where it has to be.
+  int64_t settled(const RecurrentStates& states, int64_t row, int64_t length) {
+    int64_t found = 0;
+    const int64_t from = states.nearest(row, length, found);
+    require(found == length);
+    const int64_t have = states.length(row, from);
+    if (have == length) return from;
+    const int64_t to = states.place(row, from);
+    pass_.replays.push_back({states, states, row, have, length, from, to});
+    states.lengths(row)[to] = -1;
+    marks_.emplace_back(states.lengths(row) + to, length);
+    return to;
+  }
+
+  // Another token of `row`: a run goes on, or one begins, in a state of its own where the one before may be gone back to.
+  void run_on(int64_t row, int64_t position, int64_t index, bool kept) {
+    const RecurrentStates& own = level_.states;
+    const bool same_row = !pass_.runs.empty() && pass_.runs.back().row == row;
+    if (same_row && of_kept_ == kept) {
+      ++pass_.runs.back().count;
+      return;
+    }
+    if (!same_row) pass_.row_runs.push_back(pass_.runs.size());
+    const bool goes_on = in_place_ && of_kept_ == kept;  // a run that a pass before this one began, or a draft's
+    const int64_t to = goes_on ? state_ : own.place(row, state_);
+    own.lengths(row)[to] = -1;  // until the pass is done
+    pass_.runs.push_back({row, position, index, 1, state_, to});
+    state_ = to, in_place_ = true, of_kept_ = kept;
+  }
+
   Driver& driver_;
   Level& level_;
   float* logits_;
   Scored& out_;
   Pass pass_;
+  int64_t state_ = 0;  // of the row that tokens are added of: where it is now
+  bool in_place_ = false, of_kept_ = false;
+  std::vector<std::pair<int64_t*, int64_t>> marks_;  // of states that are there, and of what, when the next pass is done
 };
 
 Scored feed(Driver& driver, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
-            bool want_confidence, float* logits) {
+            bool want_confidence, float* logits, bool in_place = false) {
   Scored out;
   Feeder feeder(driver, level, want_confidence, logits, out);
   int64_t total = 0;
@@ -117,6 +196,7 @@ Scored feed(Driver& driver, Level& level, const std::vector<TokenRow>& rows, con
     total += kept[r];
     const int64_t end = rows[r].end();
     level.lengths[r] = std::min(level.lengths[r], end - kept[r]);  // a kept token is scored, cached or not
+    feeder.begin(r, level.lengths[r], in_place);
     for (int64_t i = level.lengths[r]; i < end; ++i)
       feeder.add(r, i, rows[r].tokens[i - rows[r].base], i >= end - kept[r]);
     level.lengths[r] = end;
@@ -131,8 +211,8 @@ std::vector<std::vector<int64_t>> draft_on(Driver& driver, Level& level, std::ve
   std::vector<std::vector<int64_t>> drafted(rows.size());
   std::vector<int64_t> kept(rows.size());
   for (size_t r = 0; r < rows.size(); ++r) kept[r] = limits[r] > 0;
-  while (std::any_of(kept.begin(), kept.end(), [](int64_t k) { return k > 0; })) {
-    const Scored scored = feed(driver, level, rows, kept, threshold > 0, nullptr);
+  for (bool first = true; std::any_of(kept.begin(), kept.end(), [](int64_t k) { return k > 0; }); first = false) {
+    const Scored scored = feed(driver, level, rows, kept, threshold > 0, nullptr, !first);
     for (size_t r = 0; r < rows.size(); ++r) {
       if (!kept[r]) continue;
       const int64_t token = scored.best[scored.offsets[r]];
@@ -150,7 +230,10 @@ void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRo
                  const std::vector<int64_t>& limits, const CheckedOptions& options, std::vector<char>& alive,
                  CheckedDraft& out) {
   const size_t batch = rows.size();
-  if (tiny.kv.data == middle.kv.data) tiny.lengths = middle.lengths;  // one cache: what was checked stays as it is
+  if (tiny.kv.data == middle.kv.data) {  // one cache: what was checked stays as it is
+    tiny.lengths = middle.lengths;
+    for (size_t r = 0; r < tiny.sources.size(); ++r) tiny.sources[r] = middle.sources[r] ? middle.sources[r] : &middle.states;
+  }
   std::vector<int64_t> room(batch), kept(batch), before(batch);
   for (size_t r = 0; r < batch; ++r) {
     const int64_t left = limits[r] - static_cast<int64_t>(out.settled[r].size()) - 1;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <vector>
 
 #include "decoder.h"
@@ -20,6 +21,9 @@ struct Level {
   std::vector<int64_t> lengths;
   Bits bits;
   int64_t draft_window = 0;
+  RecurrentStates states;  // of layers that keep some; a row's go on from those of lengths[r] tokens
+  std::shared_ptr<std::vector<RecurrentStates>> owners;  // where sources point
+  std::vector<const RecurrentStates*> sources;  // of rows whose states begin, once, as another owner's; null: their own
   int64_t forwards = 0;
   double seconds = 0;
 };

@@ -43,7 +43,8 @@ struct RowTile {
 
 struct Decoder::Workspace {
   Buffer<float> hidden;     // [n][hidden], the residual stream
-  Buffer<float> qkv;        // [n][(heads + 2 kv_heads) * head_dim]
+  Buffer<float> qkv;        // [n][(heads + 2 kv_heads) * head_dim], with gates twice the heads; or [n][DeltaShape::width()]
+  Buffer<float> head_gates; // [n][heads * head_dim], where heads have gates
   Buffer<float> context;    // [n][heads * head_dim]
   Buffer<float> gate_up;    // [n][2 * intermediate]
   Buffer<float> block;      // [n][hidden], a block's output where a norm follows it

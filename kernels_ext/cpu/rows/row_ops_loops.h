@@ -4,23 +4,7 @@
 
 #include "row_ops_words.h"
 
-// f(offset, lanes) for every Vec of n elements; lanes is kLanes but in the last.
-template <class F>
-inline void for_each_vec(int64_t n, F&& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, std::integral_constant<int, kLanes>());
-  if (i < n) f(i, static_cast<int>(n - i));
-}
-
-inline Vec load(const float* p, std::integral_constant<int, kLanes>) { return Vec::load(p); }
-inline Vec load(const float* p, int lanes) { return Vec::load_first(p, lanes); }
-inline void store(Vec v, float* p, std::integral_constant<int, kLanes>) { v.store(p); }
-inline void store(Vec v, float* p, int lanes) { v.store_first(p, lanes); }
-
-template <class F>
-inline void map(const float* x, int64_t n, float* y, F&& f) {
-  for_each_vec(n, [&](int64_t i, auto lanes) { store(f(load(x + i, lanes)), y + i, lanes); });
-}
+#include "row_ops_each.h"
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
   Vec sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};

@@ -1,0 +1,166 @@
+"""Are states of gated delta nets those of the tokens before them, whatever was fed, taken back, copied or moved?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoders import HYBRIDS, random_model
+
+import hf_mlspec
+from hf_mlspec.engines.architecture import UnknownArchitecture
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cpu.engine import CpuEngine
+from hf_mlspec.engines.engine import Guess
+from hf_mlspec.engines.recurrent import MOST_WINDOW
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+
+LENGTH = 48
+CPU = torch.device("cpu")
+
+
+def ids(rows: int = 1, length: int = LENGTH, seed: int = 3) -> list[list[int]]:
+    return torch.randint(1, 199, (rows, length), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def engine_over(model, rows: int = 1, follow: CpuEngine | None = None, decoder: CpuDecoder | None = None) -> CpuEngine:
+    made = CpuEngine(model, decoder or CpuDecoder(model), follow=follow, capacity=LENGTH + 1)
+    made.start(rows, CPU)
+    return made
+
+
+def alone(model, row: list[int]) -> torch.Tensor:
+    """Logits behind a row in an engine that knows nothing else."""
+    return engine_over(model).feed([row])[0, 0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("qwen3.5", torch.float32)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_one_forward_is_that_of_the_modules(name):
+    model, row = random_model(name, torch.float32), ids()[0]
+    with torch.no_grad():
+        stock = model(torch.tensor([row])).logits[0]
+    found = engine_over(model).feed([row[:1]], Guess(torch.tensor([row[1:]]), [LENGTH - 1]))[0]
+    assert float((found - stock).norm() / stock.norm()) < 1e-4
+    half = random_model(name, torch.bfloat16)
+    half = engine_over(half).feed([row[:1]], Guess(torch.tensor([row[1:]]), [LENGTH - 1]))[0]
+    best = stock.gather(1, half.argmax(-1, keepdim=True))[:, 0]
+    assert float(((stock.max(-1).values - best) / stock.std(-1)).median()) <= 0.05
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-taps", "qwen3-next"])
+@pytest.mark.parametrize("accepted", range(6))
+def test_a_check_leaves_what_was_accepted(name, accepted):
+    model, (row, other) = random_model(name, torch.bfloat16), ids(2)
+    engine = engine_over(model)
+    guess = row[20 : 20 + accepted] + [token % 190 + 5 for token in other[: 5 - accepted]]
+    engine.score([row[:20]], [guess])
+    engine.lengths = [20 + accepted]
+    longer = row[: 21 + accepted]
+    assert torch.equal(engine.feed([longer])[0, 0], alone(model, longer))
+    assert engine.forwards == 2  # nothing was read again
+
+
+def test_nothing_accepted_for_many_rounds(model):
+    row, engine = ids()[0], engine_over(model)
+    for round in range(12):
+        engine.score([row[:20]], [ids(seed=round)[0][:7]])
+        engine.lengths = [19 + round % 2]
+    assert torch.equal(engine.feed([row[:20]])[0, 0], alone(model, row[:20]))
+
+
+def test_many_single_tokens_then_a_step_back(model):
+    row, engine = ids()[0], engine_over(model)
+    for end in range(1, 41):
+        engine.feed([row[:end]])
+    engine.lengths = [38]  # one back: a state is there
+    assert torch.equal(engine.feed([row[:39]])[0, 0], alone(model, row[:39]))
+
+
+@pytest.mark.parametrize("back", [30, 3, 0])
+def test_a_row_without_its_state_is_read_again(model, back):
+    row, engine = ids()[0], engine_over(model)
+    for end in range(1, 41):
+        engine.feed([row[:end]])
+    engine.lengths = [back]
+    changed = row[:back] + ids(seed=9)[0][:8]
+    assert torch.equal(engine.feed([changed])[0, 0], alone(model, changed))
+
+
+@pytest.mark.parametrize("length", [40, MOST_WINDOW + 60])
+def test_long_drafts(model, length):
+    row, engine = ids(length=MOST_WINDOW + 90)[0], engine_over(model)
+    engine.score([row[:20]], [row[20 : 20 + length]])
+    engine.lengths = [20 + length - 5]
+    longer = row[: 20 + length - 4]
+    assert torch.equal(engine.feed([longer])[0, 0], alone(model, longer))
+
+
+def test_rows_are_moved_joined_and_forgotten(model):
+    rows = ids(4)
+    engine = engine_over(model, 3)
+    engine.score([rows[0][:9], rows[1][:30], rows[2][:17]], [[], [5, 6, 7], [8]])
+    engine.lengths = [9, 31, 17]
+    engine.select([2, 1])
+    engine.admit(2)
+    engine.forget(0)
+    fed = [rows[3][:11], [*rows[1][:30], 5, 9], rows[0][:3], rows[2][:6]]
+    found = engine.feed(fed, alive=[True, True, False, True])[:, 0]
+    for r in (0, 1, 3):
+        assert torch.equal(found[r], alone(model, fed[r]))
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_a_follower_begins_with_the_state_of_its_leader(model, layers):
+    draft = model if layers is None else hf_mlspec.early_exit(model, layers)
+    rows = ids(2)
+    leader = engine_over(model, 2)
+    follower = engine_over(draft, 2, follow=leader)
+    fed = [rows[0][:20], rows[1][:9]]
+    leader.score(fed, [[], []])
+    for _ in range(2):
+        follower.lengths = list(leader.lengths)
+        drafted = follower.draft(fed, [5, 3], 0.0)
+        for row, new in zip(fed, drafted, strict=True):
+            own = engine_over(draft)
+            assert own.draft([row], [len(new)], 0.0) == [new]
+        found = leader.score(fed, drafted).best
+        fed = [row + new[:2] + [best[2]] for row, new, best in zip(fed, drafted, found, strict=True)]
+        leader.lengths = [len(row) - 1 for row in fed]
+    assert leader.feed(fed).equal(torch.stack([alone(model, row) for row in fed])[:, None])
+
+
+def test_an_interrupted_check(model, monkeypatch):
+    row, engine = ids()[0], engine_over(model)
+    engine.feed([row[:20]])
+    with monkeypatch.context() as broken:
+        broken.setattr("hf_mlspec.engines.cpu.engine.Scores", None)  # the call is done, what it says is lost
+        with pytest.raises(TypeError):
+            engine.score([row[:21]], [[4, 5, 6]])
+    engine.lengths = [20]
+    assert torch.equal(engine.feed([row[:22]])[0, 0], alone(model, row[:22]))
+
+
+def test_a_state_that_is_not_there_is_an_error(model):
+    engine = engine_over(model)
+    with pytest.raises(ValueError, match="goes on behind 7 tokens, and there is a state of 0"):
+        engine.decoder.handle.score(
+            engine.cache.kv, [3], [1], [7], [1], False, False, 0, 0, 0, engine.states.tensors, [0]
+        )
+
+
+def test_nets_that_no_decoder_runs():
+    model = random_model("qwen3.5", torch.float32, hidden_act="gelu")
+    with pytest.raises(UnknownArchitecture, match="delta net of layer 0 says gelu"):
+        CpuDecoder(model)
+    model = random_model("qwen3.5", torch.float32, layer_types=["linear_attention"] * 3)
+    with pytest.raises(UnknownArchitecture, match="none of its layers attends"):
+        CpuDecoder(model)
+    model = random_model("qwen3.5", torch.float32, linear_key_head_dim=260)
+    with pytest.raises(UnknownArchitecture, match="heads of 260 and 40 elements"):
+        CpuDecoder(model)
