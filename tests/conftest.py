@@ -43,7 +43,7 @@ def fixed_lengths():
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (call, stream):
-            patch.setattr(module, "let_choose", lambda wiring, levels, settings: wiring.build(levels))
+            patch.setattr(module, "let_choose", lambda wiring, levels, settings, *given: wiring.build(levels))
         yield
 
 

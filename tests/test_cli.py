@@ -17,10 +17,12 @@ import hf_mlspec
 from hf_mlspec.cli import main, verify
 from hf_mlspec.cli.request import read_prompts
 from hf_mlspec.cli.stream import LiveTable, TextStream
-from hf_mlspec.cli.tables import show
+from hf_mlspec.cli.tables import show, why_slower
 from hf_mlspec.demo_pair import demo_prompts
 from hf_mlspec.engines.architecture import KNOWN
+from hf_mlspec.integration.compare import Comparison
 from hf_mlspec.integration.levels.load import load_causal_lm
+from hf_mlspec.speculation.stats import PlanStats, SpeculationStats
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["def area(radius):", "Once upon a time", "x"]
@@ -133,6 +135,26 @@ def test_demo_writes_what_the_target_alone_writes(capsys):
     assert lines[-1] == f"ids identical: {count} of {count} prompts"
     assert sum(line.startswith("target alone, ") for line in lines) == count
     assert sum(line.startswith(("  mxfp4: drafted ", "  draft: drafted ")) for line in lines) == 2
+
+
+PLANS = {"off": PlanStats(rounds=6, timed=6, tokens=6, seconds=1.0, expected_tokens=6.0, expected_seconds=0.5)}
+DRAFTS = {"mxfp4 4": PlanStats(rounds=6, timed=6, tokens=24, seconds=1.0, expected_tokens=24.0, expected_seconds=0.5)}
+
+
+@pytest.mark.parametrize(("load", "plans", "seconds", "told"), [
+    (0.5, PLANS, 1.02, ""),
+    (9.6, PLANS, 1.5, "took 1.50 x the time of the target alone: the machine is busy (load 9.6 on 4 cores)"),
+    (0.5, {}, 1.5, "draft lengths were given"),
+    (0.5, PLANS, 1.5, 'most rounds were "off"'),
+    (0.5, DRAFTS, 1.5, "its rounds were expected to write 48 tokens/s and wrote 24; mlspec tune"),
+])
+def test_a_chain_that_is_slower_says_why(monkeypatch, load, plans, seconds, told):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    found = Comparison(speculation=SpeculationStats(plans=dict(plans)), chain_seconds=seconds, alone_seconds=1.0)
+    line = why_slower(found)
+    assert told in line
+    assert bool(told) == bool(line)
 
 
 def test_the_demo_parts_prompt_and_continuation_in_a_pipe(capsys):

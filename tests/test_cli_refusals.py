@@ -77,6 +77,11 @@ def test_a_missing_prompts_file_is_refused(capsys, saved_model):
     (["demo", "--model", "./nowhere"], "model folder './nowhere' does not exist"),
     (["dance"], "dance"), ([], "demo |"),
     (["generate", "--prompt", "x"], "--model"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--num-draft-tokens", "4"],
+     "mlspec generate: --num-draft-tokens says how levels draft, and there is no level; add --level, or drop "
+     "--num-draft-tokens"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--confidence-threshold", "0.3"],
+     "--confidence-threshold says how levels draft, and there is no level"),
     (["generate", "--model", "MODEL", "--prompt", ""], "mlspec generate: --prompt: the text is empty"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--top-k", "3"], "top_k does nothing without --do-sample"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--do-sample", "--seed", str(2**64)], "2**64 - 1"),

@@ -2,7 +2,7 @@
 
     python -m eval.bench_auto PLAN.toml --models FOLDER --data FOLDER                # every cell
     python -m eval.bench_auto PLAN.toml --models FOLDER --data FOLDER --shard 0/4    # every fourth (then 1/4 ...)
-    python -m eval.bench_auto PLAN.toml --models FOLDER --data FOLDER --only b8 --quick
+    python -m eval.bench_auto PLAN.toml --models FOLDER --data FOLDER --only b8 --only n32 --quick --minutes 3
     python -m eval.bench_auto PLAN.toml --table                                      # of what is done so far
 
 A cell of the plan (eval/configs/auto_*.toml; Python 3.11 or later) names levels, a data set, rows, new tokens, greedy
@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,7 +62,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("plan", type=Path, help="TOML file: target, chains, data, cells")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the lines (%(default)s)")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="only every N-th cell, from the I-th")
-    parser.add_argument("--only", metavar="TEXT", help="only cells whose names hold this")
+    parser.add_argument("--only", metavar="TEXT", action="append", default=[],
+                        help="only cells whose names hold this; repeat it for others")
+    parser.add_argument("--minutes", type=float, metavar="N", help="begin no cell after so many; the next run goes on")
     parser.add_argument("--quick", action="store_true", help="1 repeat")
     parser.add_argument("--table", action="store_true", help="print the Markdown of what is done, measure nothing")
     args = parse_options(parser, argv)
@@ -94,12 +98,14 @@ def run(args: argparse.Namespace) -> int:
     with Results(file, plan.name, args.device, elsewhere=OTHER_RESULTS) as results:
         left = [cell for cell in cells if results.find(KIND, asked, cell=cell.name) is None]
         if left:
-            _measure_cells(plan, places, left, prompts, results, asked, args.device)
+            end = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
+            _measure_cells(plan, places, left, prompts, results, asked, args.device, end)
     return show(plan, args)
 
 
 def _measure_cells(plan: Plan, places: Places, left: list[Cell], prompts: dict[str, list[str]], results: Results,
-                   asked: Row, device: str) -> None:
+                   asked: Row, device: str, end: float) -> None:
+    """end: by the clock of `time.monotonic`, from when on no cell begins."""
     target = _target(plan, places, device)
     with tempfile.TemporaryDirectory() as folder, Bars() as progress:
         known = Levels(places, target, Path(folder), plan.seed)
@@ -109,6 +115,8 @@ def _measure_cells(plan: Plan, places: Places, left: list[Cell], prompts: dict[s
             _check_levels(name, target, those)
         task = progress.add_task("cells", total=len(left))
         for cell in left:
+            if time.monotonic() >= end:
+                break
             found = measure(plan, cell, target, levels[cell.chain], prompts[cell.data])
             about = {"cell": cell.name, **asdict(cell), "levels": [level.name for level in levels[cell.chain]]}
             results.add(KIND, {**about, **ratios(found), **found}, asked=asked)

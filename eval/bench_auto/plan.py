@@ -184,9 +184,11 @@ def _read(plan: Plan, data: Data, places: Places, where: str) -> list[str]:
     return prompts
 
 
-def chosen(plan: Plan, only: str | None, shard: int, shards: int) -> list[Cell]:
-    """The cells of a shard whose names hold `only`; PlanError where no cell of the plan does."""
-    if only is not None and not any(only in cell.name for cell in plan.cells):
-        raise PlanError(f"--only is {only!r}, which no cell holds; the first is {plan.cells[0].name}")
+def chosen(plan: Plan, only: list[str], shard: int, shards: int) -> list[Cell]:
+    """The cells of a shard whose names hold one of these texts, all without any; PlanError for one that no cell of the
+    plan holds."""
+    for text in only:
+        if not any(text in cell.name for cell in plan.cells):
+            raise PlanError(f"--only is {text!r}, which no cell holds; the first is {plan.cells[0].name}")
     return [cell for number, cell in enumerate(plan.cells)
-            if number % shards == shard and (only is None or only in cell.name)]
+            if number % shards == shard and (not only or any(text in cell.name for text in only))]

@@ -17,7 +17,7 @@ from .tables import describe, say, show_comparison
 
 def run_demo(args: argparse.Namespace) -> int:
     path, levels = _chain(args)
-    config = chain_config(args)
+    config = chain_config(args, levels)
     model, tokenizer = load_target(path, args)
     prompts = demo_prompts() if args.prompt is None else [{"name": "your prompt", "kind": "text", "text": args.prompt}]
     console = Console(quiet=args.json)

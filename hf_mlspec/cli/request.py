@@ -14,16 +14,23 @@ from ..integration.config import SpeculationConfig
 from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm
 from ..integration.levels.resolve import check_words, draws_on_nested, nested_for
 
+_OF_LEVELS = "num_draft_tokens", "confidence_threshold", "draft_window"
 
-def chain_config(args: argparse.Namespace) -> SpeculationConfig:
+
+def chain_config(args: argparse.Namespace, levels: list[Any] | None = None) -> SpeculationConfig:
     """The run-time options the user set; everything else stays at its default.
 
-    Called before a model is loaded, so it also reads dtype and levels: ValueError for those that cannot be.
+    levels: of the chain, where a command has some of its own. Called before a model is loaded, so it also reads dtype
+    and levels: ValueError for those that cannot be, and for what says how levels draft where there is none.
     """
     require_dtype(args.dtype)
     check_words(args.levels or [])
     names = "num_draft_tokens", "confidence_threshold", "draft_window", "profile", "router"
     given = {name: getattr(args, name, None) for name in names}
+    useless = [name for name in _OF_LEVELS if given[name] is not None] if not (levels or args.levels) else []
+    if useless:
+        option = f"--{useless[0].replace('_', '-')}"
+        raise ValueError(f"{option} says how levels draft, and there is no level; add --level, or drop {option}")
     if given["profile"] is not None and not Path(given["profile"]).is_file():
         raise ValueError(f"--profile is {given['profile']!r}, which is no file; mlspec tune --output writes one")
     if given["router"] is not None and not Path(given["router"]).is_file():

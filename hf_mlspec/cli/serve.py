@@ -27,7 +27,7 @@ def run_serve(args: argparse.Namespace) -> int:
     path, levels, name = _chain(args)
     limits = Limits(prompt_tokens=args.max_prompt_tokens, new_tokens=args.max_new_tokens, queue=args.max_queue,
                     body=args.max_body, choices=args.max_choices, seconds=args.max_seconds)
-    config = chain_config(args)
+    config = chain_config(args, levels)
     keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
     prefix_cache = bytes_of(args.prefix_cache, "--prefix-cache")
     listening = listen(args.host, args.port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from ..speculation.stats import LevelStats, PlanStats, SpeculationStats
 
 PLAN_COLUMNS = ("plan", "rounds", "expected tokens/s", "tokens/s", "gain over off")
 MOST_PLANS = 5
+_SLOWER = 1.03  # times the target's seconds: less is no news
+_BUSY = 1.2  # programs that want to run, for each core
 LEVEL_COLUMNS = ("level", "drafted", "tested", "accepted", "acceptance", "forwards", "ms/forward", "seconds")
 
 
@@ -95,6 +98,29 @@ def show_comparison(console: Console, comparison: Comparison, title: str) -> Non
     chain, alone = comparison.chain_seconds, comparison.alone_seconds
     faster = f"; the chain is {alone / chain:.2f} x as fast as the target alone" if chain and alone else ""
     say(console, f"tokens per target pass: {stats.tokens_per_target_pass:.2f}{faster}")
+    if slower := why_slower(comparison):
+        say(console, slower)
+
+
+def why_slower(comparison: Comparison) -> str:
+    """Why a chain took longer than the target alone, as far as that is known, and the remedy; "" where it did not."""
+    chain, alone, stats = comparison.chain_seconds, comparison.alone_seconds, comparison.speculation
+    if not alone or chain <= _SLOWER * alone:
+        return ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    rounds = sum(plan.rounds for plan in stats.plans.values())
+    if load > _BUSY * cores:
+        why = (f"the machine is busy (load {load:.1f} on {cores} cores), and passes then vary by more than levels "
+               "gain; run it again when nothing else runs")
+    elif not rounds:
+        why = "draft lengths were given, so that no call may do without its levels; drop them, and each call chooses"
+    elif stats.of_plan("off").rounds > rounds / 2:
+        why = ('most rounds were "off": levels hardly pay here, and trying them takes time; longer answers and later '
+               "calls know more, and mlspec tune shows which acceptance levels need")
+    else:
+        why = (f"its rounds were expected to write {stats.expected_tokens_per_second:.0f} tokens/s and wrote "
+               f"{stats.tokens_per_second:.0f}; mlspec tune measures the costs of passes anew")
+    return f"the chain took {chain / alone:.2f} x the time of the target alone: {why}"
 
 
 def describe(prompt: int, difference: Difference) -> str:

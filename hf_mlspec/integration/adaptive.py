@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,16 +17,18 @@ from ..ops.attention_plain import FIRST_SLOTS
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
+from ..speculation.deferred import inside
 from ..speculation.fixed_rounds import FixedExpectations
 from ..speculation.fixed_shapes import Captures, FixedController
 from ..speculation.memory import LevelCosts, Memory, Openings
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
-from ..speculation.rounds.steering import inside
+from ..speculation.rounds.planning import KeptGraphs
 from ..speculation.shelf import Outlook, Shelf, Shelving
 from ..speculation.stats import SpeculationStats
 from .config import DRAFT_WINDOW, SpeculationConfig
 from .costs.learned import learned_of, write_what_is_due
 from .costs.probe import costs_of, is_due, next_check
+from .known import remember, spared
 from .levels.resolve import Level
 from .levels.wiring import Wiring
 
@@ -34,11 +39,11 @@ _RARELY = 0.05
 _TWINS = 2  # times the levels, at most, that a controller knows of: without a draft window and with it
 
 
-def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
+def let_choose(wiring: Wiring, levels: list[Level], settings: str, given: Sequence[Any] = ()) -> Chain:
     """The chain of these levels, with a controller for its rounds where nobody named lengths.
 
     settings: what else decides which drafts are kept, such as sampling; what was learned is kept for calls that have
-    the same levels and settings.
+    the same levels and settings. given: the models and tokenizers that the call named.
     """
     chain = wiring.build(levels)
     if wiring.chooses:
@@ -52,6 +57,21 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
         if chain.target.runner.can.capturable:
             shelf = wiring.state.shelved.setdefault(key, Shelf())
             chain.shelving = Shelving(shelf, partial(_outlook, wiring, levels, chain, settings))
+        remember(wiring, levels, chain, key, given)
+    return chain
+
+
+def chain_without_levels(
+    wiring: Wiring, levels: Sequence[Any], rows: list[list[int]], new_tokens: int, resolved: Callable[[], list[Level]]
+) -> Chain | None:
+    """The chain of a call that may end without its levels, which are then not built; None where they are to be."""
+    found = spared(wiring, levels, rows, new_tokens, resolved)
+    if found is None:
+        return None
+    known, chain = found
+    if chain.left_off is None:
+        chain.openings = wiring.state.openings[known.key]
+        chain.controller = partial(_controller, wiring, chain, known.key, *known.costs[False])
     return chain
 
 
@@ -62,19 +82,31 @@ def controller_of(
 
     captures: of rounds that are replayed; None: rounds of the host.
     """
-    target, memories = chain.target.runner, wiring.state.memories
     own, told = _costs(wiring, levels, chain, captures is not None)
-    key = (*_key(wiring, levels, chain, settings), captures is not None)
+    known = wiring.state.known.get(wiring.asked)
+    if known is not None:
+        known.costs[captures is not None] = own, told
+        if isinstance(captures, KeptGraphs):
+            known.captured = weakref.ref(captures.chain)
+    return _controller(wiring, chain, _key(wiring, levels, chain, settings), own, told, captures)
+
+
+def _controller(
+    wiring: Wiring, chain: Chain, chain_key: tuple, own: PassCosts, told: list[LevelCosts],
+    captures: Captures | None = None,
+) -> Controller:  # fmt: skip
+    """As `controller_of`, where costs are known. chain_key: of what calls of this chain learn."""
+    target, memories, key = chain.target.runner, wiring.state.memories, (*chain_key, captures is not None)
     exact = target.can.bit_exact
     if exact and key not in wiring.state.learned:
-        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(levels))
+        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(chain.names))
     learned = wiring.state.learned[key] if exact else None
     memory = memories.get(key) if exact else None
     memory = memory.kept() if memory is not None else learned and learned.read()
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
     if captures is None:
         made = Controller(own, told, **how)
-        if chain.openings is not None:
+        if chain.openings is not None and chain.deferred is None:
             chain.openings.due = next_check([target, *filter(None, chain.runners)], replayed=False)
     else:
         made = FixedController(own, told, captures=captures, **how)
@@ -183,7 +215,7 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
     if stats.plans:
         write_what_is_due()
     if chain.shelving is not None and chain.shelving.left_out:
-        names = " + ".join(level.name for level in chain.levels)
+        names = " + ".join(chain.names)
         say_once(
             model,
             f"a call left {names} out: rounds with them cannot be captured, and captured rounds of the target alone "
@@ -196,15 +228,15 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
         return
     if chain.steering is not None and chain.steering.failed:
         return
-    for index, level in enumerate(chain.levels[:MOST_LEVELS]):
+    for index, name in enumerate(chain.names[:MOST_LEVELS]):
         if index in chain.waiting:
             continue
-        took_part = sum(plan.rounds for words, plan in stats.plans.items() if level.name in names_of(words))
+        took_part = sum(plan.rounds for words, plan in stats.plans.items() if name in names_of(words))
         if took_part <= _RARELY * rounds:
             say_once(
                 model,
-                f"level {level.name} took part in {took_part} of {rounds} rounds: it does not pay here. "
+                f"level {name} took part in {took_part} of {rounds} rounds: it does not pay here. "
                 f"{stats.tokens_per_second:.0f} tokens a second were written, {stats.gain_over_off:.2f} times what "
                 "the target alone is expected to write; leave the level out to save its memory",
-                kind=f"level {level.name} does not pay",
+                kind=f"level {name} does not pay",
             )

@@ -30,10 +30,12 @@ from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.planning import Planning
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
+from ..speculation.shelf import tell_off
 from ..speculation.stats import SpeculationStats
-from .adaptive import let_choose, tell_what_never_pays
+from .adaptive import chain_without_levels, let_choose, tell_what_never_pays
 from .capture import captured, go_on
 from .config import SpeculationConfig
+from .known import asked_of
 from .levels.resolve import resolve
 from .levels.wiring import Chain, Wiring
 from .processing import Prompts, Stopping, calls_like, split_processors
@@ -140,7 +142,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         chain = _chain(model, call, prompts, stop, state)
     _require_memory(model, call, chain, prompts, state)
     record = Record(call.settings, call.streamer, len(prompts.rows))
-    state.last_stats = SpeculationStats([level.stats for level in chain.levels])  # a streamer may watch them grow
+    state.last_stats = SpeculationStats(chain.counts)  # a streamer may watch them grow
     emit = record if record.listens else None
     if call.watch is not None:
         emit, chain.shelving = call.watch(chain, record), None  # whoever watches levels wants them at work
@@ -150,6 +152,8 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     state.last_stats = stats
     if chain.shelving is not None:
         chain.shelving.settle(stats)
+    elif chain.left_off is not None:
+        tell_off(stats, chain.left_off.off_speed)
     tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()
@@ -181,8 +185,12 @@ def _filler(settings: GenerationConfig) -> int:
 
 
 def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping, state: ModelState) -> Chain:
-    config = SpeculationConfig.of(call.config)
-    levels = resolve(model, call.levels, call.tokenizers, config, state)
+    config, sampled = SpeculationConfig.of(call.config), "sampled" if call.settings.do_sample else ""
+    resolved = partial(resolve, model, call.levels, call.tokenizers, config, state)
+    asked = None
+    if call.watch is None and config.num_draft_tokens is config.confidence_threshold is None:
+        asked = asked_of(call.levels, call.tokenizers, call.tokenizer, config, sampled)
+    levels = None if asked in state.known else resolved()
     wiring = Wiring(
         model,
         call.tokenizer,
@@ -194,8 +202,14 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
         ends=frozenset(stop.eos),
         keep_logits=bool(call.settings.output_scores or call.settings.output_logits),
         state=state,
+        asked=asked,
     )
-    return let_choose(wiring, levels, "sampled" if call.settings.do_sample else "")
+    if levels is None:
+        chain = chain_without_levels(wiring, call.levels, prompts.rows, call.new_tokens, resolved)
+        if chain is not None:
+            return chain
+        levels = resolved()
+    return let_choose(wiring, levels, sampled, (*call.levels, *(call.tokenizers or ()), call.tokenizer))
 
 
 def _require_memory(model: PreTrainedModel, call: Call, chain: Chain, prompts: Prompts, state: ModelState) -> None:

@@ -24,6 +24,7 @@ class ModelState:
     memories: by a chain's levels, what its controller learned in earlier calls. learned: by the same, the file that
         keeps this for other processes. shelved: by the same, what is known of calls that left the levels out.
         openings: by the same, what calls begin with.
+    known: by what calls name of their levels, what is known of the chain of those.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
     warnings: those already given.
@@ -40,6 +41,7 @@ class ModelState:
     learned: dict[tuple, Any] = field(default_factory=dict)
     shelved: dict[tuple, Any] = field(default_factory=dict)
     openings: dict[tuple, Any] = field(default_factory=dict)
+    known: dict[tuple, Any] = field(default_factory=dict)
     chains: list[Any] = field(default_factory=list)
     last_stats: Any = None
     warnings: set[str] = field(default_factory=set)
@@ -50,6 +52,7 @@ class ModelState:
         self.costs.clear()
         self.checks.clear()
         self.openings.clear()
+        self.known.clear()
 
     def clear(self) -> None:
         """Free everything, except that a prepared model stays prepared and keeps its decoders."""
@@ -62,6 +65,7 @@ class ModelState:
         self.learned.clear()
         self.shelved.clear()
         self.openings.clear()
+        self.known.clear()
         self.chains.clear()
         self.last_stats = None
         self.warnings.clear()

@@ -12,6 +12,7 @@ from ..engines.engine import Engine
 from ..engines.rows import held_bytes
 from .checker import Checker
 from .controller import Controller
+from .deferred import Deferred
 from .draft import Drafter, Rows
 from .drafters.checked import CheckedDrafter
 from .drafters.model import ModelDrafter
@@ -20,8 +21,9 @@ from .memory import Openings
 from .rounds.host import HostRounds
 from .rounds.steering import Steering
 from .sampling import Sampler
+from .search import Choice
 from .shelf import Shelving
-from .stats import SpeculationStats
+from .stats import LevelStats, SpeculationStats
 
 
 @dataclass
@@ -55,7 +57,9 @@ class Chain:
     openings: what calls begin with in rounds of the host, None: they choose.
     steering: that controller at work, in the rounds of the host that were made last. waiting: levels of which
     nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
-    that cannot be captured, where lengths are chosen and the target alone can.
+    that cannot be captured, where lengths are chosen and the target alone can. deferred: the levels, where they are
+    built when a plan first uses them; until then the chain has none. left_off: what was expected of a call that does
+    without them to its end.
     """
 
     target: Checker
@@ -72,23 +76,41 @@ class Chain:
     openings: Openings | None = field(default=None, init=False)
     waiting: set[int] = field(default_factory=set, init=False)
     shelving: Shelving | None = field(default=None, init=False)
+    deferred: Deferred | None = field(default=None, init=False)
+    left_off: Choice | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, target: Part, parts: list[Part], *, keep_logits: bool) -> Chain:
         """The chain of these levels, from the one below the target down."""
         chain = cls(Checker(target.engine, target.sampler(), target.name, keep_logits=keep_logits))
         chain.samplers.append(chain.target.sampler)
+        chain.add(parts)
+        return chain
+
+    def add(self, parts: list[Part]) -> None:
+        """Put these levels, from the one below the target down, below a target that has none."""
         for part in reversed(parts):
             sampler = part.sampler and part.sampler()
-            chain.samplers += [sampler] if sampler else []
-            chain.drafter = _drafter(part, sampler, chain.drafter, chain.num_draft_tokens)
-            chain.num_draft_tokens = part.num_draft_tokens
-            chain.levels.insert(0, chain.drafter)
-            chain.runners.insert(0, part.engine)
-            chain.joined.insert(0, part.across is None)
-        engines = [one.engine for one in (target, *parts) if one.engine is not None]
-        chain.models = [engine.model for engine in engines if engine.can.by_module]
-        return chain
+            self.samplers += [sampler] if sampler else []
+            self.drafter = _drafter(part, sampler, self.drafter, self.num_draft_tokens)
+            self.num_draft_tokens = part.num_draft_tokens
+            self.levels.insert(0, self.drafter)
+            self.runners.insert(0, part.engine)
+            self.joined.insert(0, part.across is None)
+        engines = [engine for engine in (self.target.runner, *self.runners) if engine is not None]
+        self.models = [engine.model for engine in engines if engine.can.by_module]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the levels, those that are deferred too."""
+        return [level.name for level in self.levels] if self.deferred is None else self.deferred.names
+
+    @property
+    def counts(self) -> list[LevelStats]:
+        """What the levels count; those that are deferred have done nothing."""
+        if self.levels or self.deferred is None:
+            return [level.stats for level in self.levels]
+        return [LevelStats(name) for name in self.deferred.names]
 
     def leave_out_levels(self) -> None:
         """The target goes on alone; what the levels counted and hold of earlier calls goes."""
@@ -100,7 +122,7 @@ class Chain:
         """Rounds of this chain on the host, drafts on `device`."""
         if self.controller is not None:
             given = self.controller, self.levels, self.runners, self.target.runner
-            self.steering = Steering(*given, self.seen, self.openings)
+            self.steering = Steering(*given, self.seen, self.openings, self.deferred)
         options = {"num_draft_tokens": self.num_draft_tokens, "device": device}
         return HostRounds(self.target, self.drafter, **options, steering=self.steering)
 
@@ -123,9 +145,9 @@ class Chain:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
         if self.steering is not None:
             self.steering.settle()
-        stats.levels = [replace(level.stats) for level in self.levels]  # kept drafters count anew next time
+        stats.levels = [replace(count) for count in self.counts]  # kept drafters count anew next time
         stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
-        for level, count in zip(stats.levels, held, strict=True):
+        for level, count in zip(stats.levels, held or [0] * len(stats.levels), strict=True):
             level.cache_bytes = count
         return stats
 

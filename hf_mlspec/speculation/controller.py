@@ -25,11 +25,12 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from .costs import PassCosts
-from .estimates import MOST, RowEstimates, odds_ratio, reach
+from .estimates import MOST, RowEstimates, odds_ratio
 from .forecast import Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
 from .search import Choice, Search
+from .steady import Steady
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
@@ -54,7 +55,7 @@ class Controller:
     choice: for the coming rounds.
     """
 
-    CHOOSING, FIRST_CHOOSING = 0.01, 0.15  # of the time until the next choice, for choosing; of the first choices
+    CHOOSING, FIRST_CHOOSING = 0.006, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
     TRIAL = 1  # rounds of one of another plan
@@ -70,10 +71,10 @@ class Controller:
         self._choices = Choices(self.levels, seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
-        self._stay = self._left = 0
+        self._stay = self._left = self._lasts = 0
         self._remembers, self._granted = memory is not None, False
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
-        self._joined = self._chosen = 0  # rows since the last choice; choices
+        self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -124,6 +125,7 @@ class Controller:
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
+        self._steady.forget()
         search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
         best, drafting = search.best(self._margin)
@@ -134,7 +136,8 @@ class Controller:
         if not any(situation.rooms):
             self._left = 0  # nothing could be drafted: that says nothing of the next round
         elif self.by_clock and trial is None:
-            self._left = max(self._left, self._rounds_for(perf_counter() - begin, best))
+            self._left = self._lasts = max(self._left, self._rounds_for(perf_counter() - begin, best))
+            self._steady.mark(self.memory, self.forecast.seconds)
         return self.plan
 
     def best_of(self, situation: Situation) -> Choice:
@@ -151,6 +154,8 @@ class Controller:
 
     def stay(self, rows: int) -> bool:
         """Whether the plan of the last round, of as many rows, is that of the coming one."""
+        if self._left <= 0 and self._steady.holds(self.memory):
+            self._left = self._lasts
         stays = self._left > 0 and len(self.limits) == rows
         self._left -= stays
         return stays
@@ -258,6 +263,7 @@ class Controller:
 
     def _question(self) -> None:
         """Rows, or what is kept of their drafts, have changed: choose anew."""
+        self._steady.forget()
         self._left, self._stay = 0, min(self._stay, 2)
 
     def _surprised(self) -> None:
@@ -325,17 +331,12 @@ class Controller:
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         """How much each row drafts: no token that is kept so rarely that the seconds it costs would write more
         elsewhere."""
-        batch = search.batch
-        if not plan.active or batch == 1:
-            return [plan.most] * batch
-        worth = search.usual(plan, drafting).speed * search.known.of_a_token(plan, batch, search.situation.slots)
-        chances, limits = self.memory.pair(self.levels, plan.active[0], TARGET).chances()[: plan.most], []
-        for r, odds in enumerate(self._odds(plan, batch)):
-            kept = reach(chances, odds) if r in drafting.rows else []
-            limits.append(sum(chance >= worth for chance in kept))
-            if not limits[-1]:  # not observed any more: let it come back
-                own = self.rows.rows[r]
-                own.tried, own.kept = 0.9 * own.tried, 0.9 * own.kept
+        if not plan.active or search.batch == 1:
+            return [plan.most] * search.batch
+        limits = search.shared(plan, drafting, self._odds(plan, search.batch))
+        for r, limit in enumerate(limits):
+            if not limit:  # not observed any more: let it come back
+                self.rows.rows[r].fade(0.9)
         return limits
 
     def _odds(self, plan: Plan, batch: int) -> list[float]:

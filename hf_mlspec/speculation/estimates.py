@@ -42,6 +42,10 @@ class Counted:
         self.tried += tried
         self.kept += kept
 
+    def fade(self, share: float) -> None:
+        """What was counted is worth so much less."""
+        self.tried, self.kept = share * self.tried, share * self.kept
+
     def mean(self, prior: float, weight: float) -> float:
         """The chance of success, with a prior worth `weight` trials."""
         return (self.kept + weight * prior) / (self.tried + weight)
@@ -77,10 +81,8 @@ class PairEstimate:
         limit = min(limit, MOST)
         accepted, drafted = min(accepted, limit), min(drafted, limit)
         tried = min(accepted + 1, limit)
-        for i in range(tried):
-            self.kept[i].add(1, i < accepted)
-        for i in range(min(drafted + 1, limit)):
-            self.reached[i].add(1, i < drafted)
+        _extend(self.kept, tried, accepted)
+        _extend(self.reached, min(drafted + 1, limit), drafted)
         self.total.add(tried, accepted)
         self.idle = 0.0
         return tried, accepted
@@ -148,6 +150,18 @@ class PairEstimate:
             for (tried, kept), one in zip(line, own, strict=True):
                 one.set(float(tried), float(kept))
         return found
+
+
+def _extend(line: list[Counted], tried: int, kept: int) -> None:
+    """One trial of each of the first positions, of which `kept` succeed: as `Counted.add`, of which calls take longest
+    of all that is counted in a round."""
+    for i in range(tried):
+        one = line[i]
+        if one.tried + 1.0 > _WINDOW:
+            one.fade((_WINDOW - 1.0) / one.tried)
+        one.tried += 1.0
+        if i < kept:
+            one.kept += 1.0
 
 
 def reach(chances: Sequence[float], odds: float = 1.0) -> list[float]:

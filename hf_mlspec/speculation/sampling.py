@@ -71,6 +71,10 @@ class Sampler:
     def select(self, keep: list[int]) -> None:
         self.row_ids = [self.row_ids[r] for r in keep]
 
+    def join(self, other: Sampler) -> None:
+        """The rows are those of another level of the chain, with the same noise."""
+        self.row_ids, self._joined = list(other.row_ids), other._joined
+
     def admit(self, count: int) -> None:
         """Append rows; where processors look at tokens, `RowSampler` knows what a row that joins was asked for."""
         self.row_ids += [self._joined + i for i in range(count)]

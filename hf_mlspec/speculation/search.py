@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .estimates import RowEstimates, odds_ratio
+from .estimates import RowEstimates, odds_ratio, reach
 from .forecast import Expectations, Forecast
 from .plans import TARGET, Cells, Drafting, Plan, Situation, off
 
@@ -119,6 +119,15 @@ class Search:
         """Seconds in which these levels read what they lack of the rows that draft."""
         missing, slots = self.situation.missing, self.situation.slots / 2
         return sum(self.known.reading(index, sum(missing[index][r] for r in drafting.rows), slots) for index in active)
+
+    def shared(self, plan: Plan, drafting: Drafting, odds: list[float]) -> list[int]:
+        """How much each row drafts in a plan: no token whose seconds would write more elsewhere. odds: that a token of
+        the row is kept, over those of all."""
+        slots, top = self.situation.slots, plan.active[0]
+        worth = self.usual(plan, drafting).speed * self.known.of_a_token(plan, self.batch, slots)
+        chances = self.known.chances(top, TARGET)[: plan.most]
+        kept = [reach(chances, own) if r in drafting.rows else [] for r, own in enumerate(odds)]
+        return [sum(chance >= worth for chance in line) for line in kept]
 
     def to_prepare(self, plan: Plan) -> float:
         """Seconds until a round of the plan can begin, whatever its rows."""

@@ -18,10 +18,15 @@ _FIRST_TRIALS = 0.05  # seconds, before anything is known
 _here = threading.local()
 
 
+def are_kept() -> bool:
+    """Whether calls of this thread leave no level out."""
+    return getattr(_here, "kept", False)
+
+
 @contextmanager
 def levels_kept() -> Iterator[None]:
     """Calls of this thread leave no level out: they are about the levels."""
-    before = getattr(_here, "kept", False)
+    before = are_kept()
     _here.kept = True
     try:
         yield
@@ -60,7 +65,7 @@ class Shelving:
 
     def leaves_out(self, lengths: list[int], new_tokens: int) -> bool:
         """Whether the call is to run without its levels."""
-        if getattr(_here, "kept", False):
+        if are_kept():
             return False
         shelf, like = self.shelf, (len(lengths), max(lengths).bit_length(), new_tokens.bit_length())
         self.expected = shelf.outlooks.get(like) or self.outlook(lengths, new_tokens)
@@ -74,13 +79,23 @@ class Shelving:
         """The call has ended: seconds for trials, and the counts of one without levels."""
         if self.expected is None:
             return
-        tokens = max(stats.new_tokens - stats.prefill_tokens, 0)
-        seconds, off = stats.seconds - stats.prefill_seconds, tokens / self.expected.off_speed
-        if not self.left_out:
-            self.shelf.spare -= max(seconds - off, 0.0) if self.expected.lost > 0 else 0.0
-            return
-        self.shelf.spare += _TRIAL_SHARE * stats.seconds
-        alone = PlanStats(rounds=stats.target_passes)
-        if tokens:
-            alone.add(PlanStats(0, stats.target_passes, tokens, seconds, tokens, off, off))
-        stats.of_plan("off").add(alone)
+        if self.left_out:
+            self.shelf.spare += _TRIAL_SHARE * stats.seconds
+            tell_off(stats, self.expected.off_speed)
+        elif self.expected.lost > 0:
+            tokens, seconds = _decoded(stats)
+            self.shelf.spare -= max(seconds - tokens / self.expected.off_speed, 0.0)
+
+
+def tell_off(stats: SpeculationStats, off_speed: float) -> None:
+    """Count a call without its levels as one of "off". off_speed: tokens a second that were expected of it."""
+    tokens, seconds = _decoded(stats)
+    alone, off = PlanStats(rounds=stats.target_passes), tokens / off_speed
+    if tokens:
+        alone.add(PlanStats(0, stats.target_passes, tokens, seconds, tokens, off, off))
+    stats.of_plan("off").add(alone)
+
+
+def _decoded(stats: SpeculationStats) -> tuple[int, float]:
+    """Tokens behind the first ones of a call, and their seconds."""
+    return max(stats.new_tokens - stats.prefill_tokens, 0), stats.seconds - stats.prefill_seconds

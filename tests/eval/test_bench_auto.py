@@ -94,9 +94,14 @@ def test_shards_cover_everything_once_and_a_second_run_measures_nothing(bench):
     assert bench("--table")[1] == again[1] == both[1]
 
 
+def test_cells_that_begin_too_late_are_left_for_the_next_run(bench):
+    assert bench("--quick", "--only", CELLS[0], "--minutes", "0")[3] == []
+    assert [row["cell"] for row in bench("--quick", "--only", CELLS[0], "--minutes", "5")[3]] == CELLS[:1]
+
+
 def test_only_some_cells(bench):
     assert [row["cell"] for row in bench("--quick", "--only", "greedy")[3]] == CELLS[::2]
-    status, _, err, _ = bench("--only", "b64")
+    status, _, err, _ = bench("--only", "greedy", "--only", "b64")
     assert (status, err) == (2, f"error: --only is 'b64', which no cell holds; the first is {CELLS[0]}\n")
 
 

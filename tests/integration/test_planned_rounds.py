@@ -188,6 +188,7 @@ def test_a_plan_is_chosen_while_a_round_is_under_way(target, draft, monkeypatch)
 
     monkeypatch.setattr(CapturedRounds, "run", run)
     monkeypatch.setattr(FixedController, "choose", watched)
+    monkeypatch.setattr(FixedController, "_rounds_for", lambda *_: 0)  # however long choosing takes on a busy machine
     target.generate(**prompts([9]), **{**OPTIONS, "max_new_tokens": 120}, assistant_models=[draft])
     assert under_way[0] is False
     assert len(under_way) > 2

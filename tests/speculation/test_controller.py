@@ -13,6 +13,7 @@ from hf_mlspec.speculation.estimates import PairEstimate, RowEstimates
 from hf_mlspec.speculation.forecast import Expectations
 from hf_mlspec.speculation.memory import LevelCosts, Memory
 from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
+from hf_mlspec.speculation.steady import Steady
 
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
 STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is
@@ -262,6 +263,7 @@ def test_plans_in_words():
 @pytest.mark.parametrize("remembers", [True, False])
 def test_where_earlier_calls_told_few_choices_may_take_more_of_the_time(monkeypatch, remembers):
     clock = iter(range(1000))
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)  # asked at the end of every stay
     monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: float(next(clock)))  # 1 s a choice
     controller = Controller(FLAT, [level(cost=costs(0.1, 0.0))], memory=known(0.9) if remembers else None)
     controller.start(1)

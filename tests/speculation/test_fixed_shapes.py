@@ -15,6 +15,7 @@ from hf_mlspec.speculation.fixed_shapes import FixedController
 from hf_mlspec.speculation.memory import LevelCosts, Memory
 from hf_mlspec.speculation.plans import LENGTHS, TARGET, Plan, Situation, off
 from hf_mlspec.speculation.rounds.program import UNROLLED, repeats_of
+from hf_mlspec.speculation.steady import Steady
 
 SURE = 1e9
 MEMORY_BOUND = costs(5e-3, 1e-6)
@@ -179,6 +180,7 @@ def test_choices_that_a_device_waits_for_are_rare(monkeypatch, pause):
     """A choice takes as long as ten rounds or more. Rounds that take twice as long for a while are no reason to choose
     at every one of them: that would take longer yet."""
     made, now, chosen = controller(Graphs(1.0), chance=0.05), [0.0], []
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)  # asked at the end of every stay
     monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: now[0])
     search = made._search
 

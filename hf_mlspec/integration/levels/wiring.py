@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -54,7 +54,8 @@ class _Above:
 class Wiring:
     """Builds the chain of one call of generate.
 
-    seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it.
+    seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it. asked: what
+    tells its levels from those of other calls, None where that says too little (integration/known.py).
     """
 
     def __init__(
@@ -70,34 +71,42 @@ class Wiring:
         ends: frozenset[int] = frozenset(),
         keep_logits: bool = True,
         state: ModelState | None = None,
+        asked: tuple | None = None,
     ):
         self.config, self.seed, self.processors, self.prompts = config, seed, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
-        self.state = state or state_of(target)
+        self.state, self.asked = state or state_of(target), asked
 
     def build(self, levels: list[Level]) -> Chain:
         """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a
         threshold."""
-        self.count, self.chooses = len(levels), bool(levels)
-        engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)],
-                                     [router_of(self.model), *(one.router for one in levels if one.drafter is None)]))
+        engines = iter(self._engines_over(levels))
         target = Part("the target", next(engines), self._sampler())
+        return Chain.of(target, self._below(target.engine, levels, engines), keep_logits=self.keep_logits)
+
+    def build_below(self, chain: Chain, levels: list[Level]) -> None:
+        """Put levels below the target of a chain that was built without any, and is at work."""
+        _, *engines = self._engines_over(levels)
+        chain.add(self._below(chain.target.runner, levels, iter(engines)))
+
+    def _below(self, leader: Engine | None, levels: list[Level], engines: Iterator[Engine]) -> list[Part]:
+        """The levels below a target with the engine `leader`; engines: of those that have a model."""
+        self.count, self.chooses = len(levels), bool(levels)
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
         parts, above = [], _Above(self.tokenizer, self.vocab_size, True)
-        leader = target.engine  # None from where a level has a cache of its own
         for index, level in enumerate(levels):
             if level.drafter is not None:
                 parts.append(Part(level.name, drafter=self._lookup(level, index)))
             else:
                 part, above = self._part(level, index, above, next(engines))
-                leader = self._follow(level, part.engine, leader)
+                leader = self._follow(level, part.engine, leader)  # None from where a level has a cache of its own
                 self._set_window(level, part.engine)
                 parts.append(part)
             parts[-1].num_draft_tokens = self._num_draft_tokens(level, index)
-        return Chain.of(target, parts, keep_logits=self.keep_logits)
+        return parts
 
     def _part(self, level: Level, index: int, above: _Above, engine: Engine) -> tuple[Part, _Above]:
         """A level with a model, in the vocabulary of the level above it, and what the level below it is to know."""
@@ -177,6 +186,11 @@ class Wiring:
             vocab_size=above.vocab_size,
             name=level.name,
         )
+
+    def _engines_over(self, levels: list[Level]) -> list[Engine]:
+        with_models = [level for level in levels if level.drafter is None]
+        return self._engines([self.model, *(level.model for level in with_models)],
+                             [router_of(self.model), *(level.router for level in with_models)])  # fmt: skip
 
     def _engines(self, models: list[nn.Module], routers: list[Router | None]) -> list[Engine]:
         """Engines over target and levels, with a router or without. The one that the config names is a must for the

@@ -18,8 +18,8 @@ from ...engines.memory import out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
 from ...engines.rows import up_to_growth
 from ...nn.state import say_once
+from ...speculation.deferred import inside
 from ...speculation.rounds.beginning import Beginning, Beginnings
-from ...speculation.rounds.steering import inside
 from ..levels.wiring import Chain
 from .pace import Pace
 from .request import Admitted

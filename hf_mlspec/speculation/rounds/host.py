@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 
 from ..checker import Checker, Verdict
+from ..deferred import Built
 from ..draft import Draft, Drafter, Rows
 from ..drafters.checked import proposer
 from ..stats import LevelStats, SpeculationStats
@@ -49,7 +50,10 @@ class HostRounds:
         if self.target.runner.cache is None:
             self.target.start(len(rows), self.device)
         # A level that writes into the target's cache needs the prompt there first; others draft before the prefill.
-        self._waits = bool(getattr(self.drafter, "follows", False))
+        deferred = self.steering and self.steering.deferred
+        self._waits = deferred.follows if deferred else bool(getattr(self.drafter, "follows", False))
+        if deferred:
+            self.steering.on_built = self._come
         with self._of_levels():
             if self.drafter:
                 self.drafter.start(len(rows), self.device)
@@ -58,6 +62,13 @@ class HostRounds:
         if self.steering is not None:
             self.steering.start(len(rows))
         self._give(range(len(rows)), numbers)
+
+    def _come(self, built: Built) -> None:
+        """Levels that were deferred draft from the coming round on."""
+        self.drafter = built.drafter
+        self.drafter.start(len(self._ready), self.device)
+        for sampler in built.samplers:
+            sampler.join(self.target.sampler)
 
     def refusal(self, end: int) -> str:
         """Any row can join: levels of fewer positions leave it to the others."""

@@ -67,6 +67,35 @@ class KeptGraphs:
         return max(bucket_of(rows), self.bucket)
 
 
+def ends_unquestioned(chain: CapturedChain | None, lengths: list[int], new_tokens: int) -> Choice | None:
+    """The choice of "off" with which a call of rows of these lengths begins and ends, counted as one that did; None
+    where there is none, or it would choose anew. chain: the rounds of earlier calls with its levels."""
+    if chain is None or chain.dropped:
+        return None
+    like = _alike(len(lengths), new_tokens - 1, sum(lengths) / len(lengths), chain)
+    first = chain.first_choices.get(like)
+    calls, rounds = chain.unquestioned + 1, -(-new_tokens // UNROLLED)
+    if first is None or first.plan.active or _is_time(chain, first, calls, rounds):
+        return None
+    chain.unquestioned = calls
+    return first
+
+
+def _alike(rows: int, longest: int, slots: float, chain: CapturedChain) -> tuple:
+    """What tells a call from others: its rows, and up to a factor of two the tokens that the longest may gain."""
+    return rows, longest.bit_length(), worth_a_window(chain.seen, slots)
+
+
+def _is_time(chain: CapturedChain, first: Choice, calls: int, rounds: int) -> bool:
+    """Whether so many rounds of the first choice take so long that choosing takes little beside them, or this is the
+    last of many calls that did not choose."""
+    if calls >= _MOST_CALLS:
+        return True
+    round_ = first.forecast.seconds
+    waits = min(chain.choosing_seconds / (_CHOOSING_SHARE * round_), _MOST_WAITED)
+    return rounds > waits and chain.choosing_seconds - round_ <= chain.may_wait
+
+
 class Planning:
     """A controller at work on captured rounds.
 
@@ -135,18 +164,14 @@ class Planning:
         """Whether the rounds so far have taken so long that choosing takes little beside them, or many calls have
         ended before that."""
         self._rounds += 1
-        chain, round_ = self.chain, self._first.forecast.seconds
-        if chain.unquestioned >= _MOST_CALLS:
-            return True
-        waits = min(chain.choosing_seconds / (_CHOOSING_SHARE * round_), _MOST_WAITED)
-        return self._rounds > waits and chain.choosing_seconds - round_ <= chain.may_wait
+        return _is_time(self.chain, self._first, self.chain.unquestioned, self._rounds)
 
     def program(self, situation: Callable[[], Situation], rows: int) -> RoundProgram:
         """What the coming round is to run."""
         if self.controller is None and self._like is None:
             self._beginning = situation()
-            longest, slots = max(self._beginning.rooms, default=0), self._beginning.slots
-            self._like = rows, longest.bit_length(), worth_a_window(self.chain.seen, slots)
+            longest = max(self._beginning.rooms, default=0)
+            self._like = _alike(rows, longest, self._beginning.slots, self.chain)
             self._first = self.chain.first_choices.get(self._like)
         if self.controller is None and self._first is not None:
             return self.chain.program_of(self._first.plan)

@@ -11,9 +11,9 @@ from ...engines.engine import Engine
 from ...nn.state import say_once
 from ...ops.attention_plain import FIRST_SLOTS
 from ..controller import Controller
+from ..deferred import Built, Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
-from ..drafters.cross_tokenizer import CrossTokenizerDrafter
 from ..memory import Openings
 from ..plans import Plan, Situation, worth_a_window
 from ..search import Choice
@@ -31,7 +31,8 @@ class Steering:
     make: the controller, asked for when there is something to choose. levels: the outermost drafter of each, from the
     one below the target down; runners: their engines, None for lookups. target: the target's engine. seen: slots that
     a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. openings: what
-    calls begin with, None: they choose.
+    calls begin with, None: they choose. deferred: the levels, where they are built when a plan first uses them;
+    on_built is then told of them.
 
     A call like an earlier one begins with what that chose, until its rounds have taken so long that choosing takes
     little beside them, or bring less than expected; what they did, the controller is told when it is made.
@@ -45,11 +46,13 @@ class Steering:
         target: Engine,
         seen: int = 0,
         openings: Openings | None = None,
+        deferred: Deferred | None = None,
     ):
         self.make, self.target, self.seen, self.openings = make, target, seen, openings
-        self.levels, self.runners = list(levels), list(runners)
-        self.names = [level.name for level in levels]
-        self._checked = [_checked(level) for level in levels]
+        self.deferred, self.on_built = deferred, _nobody
+        self._have(levels, runners)
+        self.names = [level.name for level in levels] if deferred is None else deferred.names
+        self._kinds = list(map(Kind.of, levels, runners)) if deferred is None else deferred.kinds
         self._proved: set[int] = set()  # levels that have drafted without an error
         self._read: list[list[int]] = []  # per level the tokens of every row that it has read, in the target's tokens
         self._lengths: list[int] = []  # of the rows when the round began
@@ -79,7 +82,7 @@ class Steering:
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         self.settle()
-        self._read = [[0] * rows for _ in self.levels]
+        self._read = [[0] * rows for _ in self.names]
         if self.controller is not None:
             self.controller.start(rows)
 
@@ -191,16 +194,14 @@ class Steering:
         if self.controller is not None or self.openings is None:
             return False
         if self._like is None:
-            slots = sum(map(len, rows)) / len(rows)
-            alike = max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(self.seen, slots)
-            self._like = (len(rows), *alike)
+            self._like = alike(list(map(len, rows)), rooms, self.seen)
             self._first = self.openings.begin(self._like)
             if self._first is not None:
                 expected = self._first.forecast.seconds
                 self._rounds = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
                 self._lengths = list(map(len, rows))
-                self._set()
-                self._usual = max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
+                there = self._set()
+                self._usual = there and max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
         self._rounds -= 1
         return self._first is not None and self._rounds >= 0
 
@@ -216,7 +217,7 @@ class Steering:
     def _choose(self, rows: Rows, rooms: list[int]) -> None:
         """What the coming rounds are to be; the levels are set to draft so."""
         begin, controller = perf_counter(), self.controller
-        missing = [self._missing(index) for index in range(len(self.levels))]
+        missing = [self._missing(index) for index in range(len(self.names))]
         told = missing * 2 if self.seen else missing
         situation = Situation(rooms, sum(self._lengths) / len(rows), told)
         controller.choose(situation)
@@ -226,8 +227,8 @@ class Steering:
                 best = controller.best_of(situation) if controller.choice.trial else controller.choice
                 self.openings.learn(self._like, replace(best, switched=False), seconds)
             self._making = 0.0
-        self._set()
-        self._usual = max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE and any(rooms)
+        there = self._set() and any(rooms)
+        self._usual = there and max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE
 
     def _tell(self, what: Callable[[Controller], None]) -> None:
         if self.controller is None:
@@ -255,14 +256,30 @@ class Steering:
                 what(made)
             self._early.clear()
             self.controller, self._making = made, perf_counter() - begin
-            for index, judge in enumerate(self._checked):
-                if judge is not None:
-                    judge.on_check = partial(self._observe_inner, index)
+            self._watch()
         return self.controller
+
+    def _have(self, levels: Sequence[Drafter], runners: Sequence[Engine | None]) -> None:
+        self.levels, self.runners = list(levels), list(runners)
+        self._checked = [_checked(level) for level in levels]
+
+    def _watch(self) -> None:
+        """Checks inside of rounds are told to the controller."""
+        for index, judge in enumerate(self._checked):
+            if judge is not None:
+                judge.on_check = partial(self._observe_inner, index)
+
+    def _build(self) -> None:
+        """The levels come, as a plan uses them."""
+        built, self.deferred = self.deferred.build(), None
+        self._have(built.levels, built.runners)
+        if self.controller is not None:
+            self._watch()
+        self.on_built(built)
 
     def _observe_inner(self, index: int, limit: int, drafted: int, accepted: int) -> None:
         """One row of a check by a level."""
-        behind, choice = len(self.levels) if self._plan()[1] else 0, self.choice  # where its twin stands
+        behind, choice = len(self.names) if self._plan()[1] else 0, self.choice  # where its twin stands
         self._tell(lambda made: made.observe_inner(index + behind, limit, drafted, accepted, choice))
 
     def _plan(self) -> tuple[Plan, bool]:
@@ -270,9 +287,12 @@ class Steering:
         plan = self.choice.plan
         return plan.split() if self.seen else (plan, False)
 
-    def _set(self) -> None:
-        """Let the levels draft as was chosen."""
+    def _set(self) -> bool:
+        """Let the levels draft as was chosen; False where they had to be built for it."""
         plan, windowed = self._plan()
+        there = self.deferred is None or not plan.active
+        if not there:
+            self._build()
         if self.seen:
             for runner in filter(None, self.runners):
                 runner.draft_window = self.seen - FIRST_SLOTS if windowed and runner.can.draft_window else 0
@@ -280,6 +300,7 @@ class Steering:
             if judge is not None:
                 judge.left_out = not plan.lengths[index]
                 judge.num_draft_tokens = next(filter(None, plan.lengths[index + 1 :]), 0)
+        return there
 
     def _unread_by(self, choice: Choice, rows: Rows) -> int:
         """The most tokens of a row that a level lacks which is to draft for it."""
@@ -290,10 +311,10 @@ class Steering:
 
     def _missing(self, index: int) -> list[int]:
         """Per row the tokens that a level would have to read before it drafts."""
-        runner = self.runners[index]
-        if runner is None or runner.follow is not None:
+        kind = self._kinds[index]
+        if not kind.reads:
             return [0] * len(self._lengths)
-        most = getattr(inside(self.levels[index]), "max_positions", None) or max(self._lengths)
+        most = kind.positions or max(self._lengths)
         return [min(n - have, most) for n, have in zip(self._lengths, self._read[index], strict=True)]
 
     def _unread(self, rows: Rows) -> int:
@@ -302,9 +323,15 @@ class Steering:
         return max(len(row) - (held[r] if r < len(held) else 0) for r, row in enumerate(rows))
 
 
-def inside(level: Drafter) -> Drafter:
-    """What drafts in a level's own vocabulary."""
-    return level.inner if isinstance(level, CrossTokenizerDrafter) else level
+def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
+    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
+    """
+    slots = sum(lengths) / len(lengths)
+    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)
+
+
+def _nobody(built: Built) -> None:
+    """Is told of levels that come where there were none to wait for."""
 
 
 def _checked(level: Drafter) -> CheckedDrafter | None:

@@ -1,0 +1,135 @@
+"""Do calls that stay "off" do without their levels, and get them when a plan uses them, with the same ids?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import near, prompts, tiny
+
+import hf_mlspec
+from hf_mlspec.integration import adaptive
+from hf_mlspec.integration.levels.wiring import Wiring
+from hf_mlspec.nn.state import state_of
+from hf_mlspec.speculation.controller import Controller
+from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.plans import Plan, Situation, off
+from hf_mlspec.speculation.search import Choice
+
+pytestmark = pytest.mark.plans
+
+CHEAP = PassCosts((1, 256), (1e-3, 2e-3), (0.0, 0.0))
+
+
+@pytest.fixture
+def target():
+    return tiny(seed=1, dtype=torch.float32)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Costs are given. -> per call of Wiring the levels that it built."""
+    monkeypatch.setattr(adaptive, "costs_of", lambda own, levels, **_: [CHEAP] * (1 + len(levels)))
+    names, below = [], Wiring._below
+
+    def watched(self, leader, levels, engines):
+        names.append([level.name for level in levels])
+        return below(self, leader, levels, engines)
+
+    monkeypatch.setattr(Wiring, "_below", watched)
+    return names
+
+
+@pytest.fixture
+def chooses(monkeypatch):
+    """Every choice is the next of these lengths, and then the last of them for ever."""
+    wanted = [0]
+
+    def choose(self: Controller, situation: Situation) -> Plan:
+        length = wanted.pop(0) if len(wanted) > 1 else wanted[0]
+        plan = Plan((length, *[0] * (len(self.levels) - 1))) if length else off(len(self.levels))
+        self.choice = Choice(plan, [plan.most] * len(situation.rooms), self.forecast)
+        return plan
+
+    monkeypatch.setattr(Controller, "choose", choose)
+    return wanted
+
+
+def write(model, levels: list, lengths: tuple[int, ...] = (9, 4), **options):
+    torch.manual_seed(4)
+    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    return model.generate(**prompts(list(lengths)), assistant_models=levels, **{**settings, **options})
+
+
+@pytest.mark.parametrize("levels", [["mxfp4"], ["early_exit:1", "prompt_lookup"], ["ngram"]], ids=str)
+def test_only_the_first_call_builds_levels_that_never_draft(target, levels, built, chooses):
+    for _ in range(3):
+        out = write(target, levels)
+    assert [bool(names) for names in built] == [True, False, False]
+    assert [level.name for level in out.speculation.levels] == levels
+    assert all(level.drafted == level.cache_bytes == 0 for level in out.speculation.levels)
+    assert list(out.speculation.plans) == ["off"]
+    assert out.speculation.plans["off"].rounds == 30
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["cast", "model", "cast and model", "early exit and lookup"])
+def test_levels_come_in_the_middle_of_a_call(target, kind, sampling, built, chooses):
+    draft = near(target, 0.02)
+    levels = {"cast": ["mxfp4"], "model": [draft], "cast and model": ["mxfp4", draft],
+              "early exit and lookup": ["early_exit:1", "prompt_lookup"]}[kind]
+    alone = write(target, [], (9, 4, 6), **sampling)
+    write(target, levels, (9, 4, 6), **sampling)
+    chooses[:] = [0, 0, 0, 0, 0, 3]
+    out = write(target, levels, (9, 4, 6), **sampling)
+    assert torch.equal(out.sequences, alone.sequences)
+    assert built[-2:] == [[], [level if isinstance(level, str) else "LlamaForCausalLM" for level in levels]]
+    told = out.speculation
+    assert told.plans["off"].rounds in (5, 6)  # one more where the target first reads the prompts
+    assert told.levels[0].accepted > 0
+    assert sum(plan.rounds for plan in told.plans.values()) == told.target_passes
+
+
+def test_a_level_that_comes_late_knows_which_rows_are_left(target, built, chooses):
+    """The noise of a row goes by its number: with that of another one a draft of the target itself would be rejected.
+    """
+    levels, sampling = [near(target, 0.0)], {"do_sample": True, "max_new_tokens": 40}
+    rows = write(target, [], (9, 4, 6), **sampling).sequences[:, 9:]
+    end = int(rows[0, 2])  # the first row ends early
+    alone = write(target, [], (9, 4, 6), **sampling, eos_token_id=end, pad_token_id=0)
+    write(target, levels, (9, 4, 6), **sampling)
+    chooses[:] = [0] * 8 + [3]
+    out = write(target, levels, (9, 4, 6), **sampling, eos_token_id=end, pad_token_id=0)
+    assert torch.equal(out.sequences, alone.sequences)
+    if not out.speculation.levels[0].drafted:
+        pytest.skip("all rows ended before a level came")
+    assert out.speculation.levels[0].acceptance > 0.9
+
+
+def test_what_changed_is_looked_at_in_every_call(target, built, chooses):
+    draft = near(target, 0.02)
+    write(target, [draft])
+    assert not built[-1] or write(target, [draft])
+    draft.generation_config.num_assistant_tokens = 2  # obeyed: nothing is chosen
+    assert not write(target, [draft]).speculation.plans
+    draft.generation_config.num_assistant_tokens = None
+    with torch.no_grad():
+        target.model.norm.weight.mul_(1.5)  # the decoder is built anew, and with it the levels
+    assert torch.equal(write(target, [draft]).sequences, write(target, []).sequences)
+    assert built[-2:] == [["LlamaForCausalLM"], []]
+
+
+def test_words_of_a_call_that_could_not_be_are_refused_each_time(target, built, chooses):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="neither an existing folder nor a known word"):
+            write(target, ["mxfp5"])
+    write(target, ["mxfp4"])
+    with pytest.raises(ValueError, match="cannot check drafts"):
+        write(target, ["ngram", "mxfp4"])
+
+
+def test_nothing_is_known_of_what_was_cleared(target, built, chooses):
+    write(target, ["mxfp4"])
+    hf_mlspec.clear(target)
+    assert not state_of(target).known
+    write(target, ["mxfp4"])
+    assert built[-1] == ["mxfp4"]
