@@ -135,7 +135,7 @@ def test_at_the_end_running_answers_end_or_are_told(alone, grace, tokens):
     with Running(slots=2, grace=grace, new_tokens=1000) as server, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(server.ask, TEXT, {**body, "stream": n % 2 == 0}) for n in range(6)]
         server.until(lambda: server.backend.running == 2 and server.backend.waiting == 4)
-        server.uvicorn.should_exit = True
+        server.http.should_exit = True
         found = [one.result() for one in asked]
     statuses = [status for status, _ in found]
     if grace > 1:
