@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from .endpoint import Endpoint, Reply
 from .errors import ApiError, failed
+from .http_end import HttpEnd
 from .limits import Limits
 from .metrics import Requests
 
@@ -108,20 +109,25 @@ def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[
 
     @app.get("/health")
     async def health() -> Response:
-        try:
-            state = await backend.look()
-        except ApiError as error:
-            return JSONResponse({"status": "unhealthy", "reason": error.message}, 503)
-        if state.error is not None:
-            return JSONResponse({"status": "unhealthy", "reason": state.error}, 503)
-        told = {"status": "ok", "running": state.running, "waiting": state.waiting}
-        if state.levels_error is not None:
-            told["levels"] = f"left out: {state.levels_error}"
-        return JSONResponse(told)
+        return await _health(backend)
 
     _show_page(app)
     _say_errors(app)
     return app
+
+
+async def _health(backend: HttpEnd) -> Response:
+    """Whether requests are decoded."""
+    try:
+        state = await backend.look()
+    except ApiError as error:
+        return JSONResponse({"status": "unhealthy", "reason": error.message}, 503)
+    if state.error is not None:
+        return JSONResponse({"status": "unhealthy", "reason": state.error}, 503)
+    told = {"status": "ok", "running": state.running, "waiting": state.waiting}
+    if state.levels_error is not None:
+        told["levels"] = f"left out: {state.levels_error}"
+    return JSONResponse(told)
 
 
 def _show_page(app: FastAPI) -> None:

@@ -77,7 +77,7 @@ def test_who_does_not_read_holds_nobody_up_and_is_let_go():
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect(("127.0.0.1", server.port))
-        content = json.dumps({**LONG, "max_tokens": 200, "stream": True, "logprobs": 20, "n": 4}).encode()
+        content = json.dumps({**LONG, "max_tokens": 200, "stream": True, "logprobs": 20, "n": 3}).encode()
         slow.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}"
                      "\r\n\r\n".encode() + content)
         server.until(lambda: server.backend.running > 0)
