@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from .parser import Parser
-from .values import clip, gap, interval, numbers, port, positive, positives, seconds, seed, size, text
+from .values import clip, gap, interval, model, numbers, port, positive, positives, seconds, seed, size, text
 
 
 def add_commands(top: Parser) -> list[str]:
@@ -177,7 +177,7 @@ def _add_serve(commands: Any) -> None:
                                  description="Serve chats and completions over HTTP, as OpenAI's clients ask for "
                                              "them, until a signal says to stop. Every answer is that of its request "
                                              "alone.")
-    parser.add_argument("model", nargs="?", metavar="MODEL",
+    parser.add_argument("model", nargs="?", metavar="MODEL", type=model,
                         help="folder of the target (default: the demo target, with levels mxfp4 and the demo draft, "
                              "called demo)")
     _add_levels(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 
@@ -85,6 +86,16 @@ def text(given: str) -> str:
     """Something, at least one character of it."""
     if not given:
         raise argparse.ArgumentTypeError("the text is empty; write one")
+    return given
+
+
+def model(given: str) -> str:
+    """A folder or a file that is there, or what may be a name of the hub. Said before anything is imported: a command
+    looks again."""
+    local = given.startswith((".", "/", "~")) or given.count("/") != 1
+    if local and not Path(given).exists():
+        raise argparse.ArgumentTypeError(f"model folder {given!r} does not exist; give a folder written by "
+                                         "save_pretrained")
     return given
 
 

@@ -113,10 +113,12 @@ def main(argv: list[str] | None = None) -> int:
         texts = texts or runs[-1].texts
         entries.append(entry(contender, runs, texts, args))
         console.print(f"{contender}: {entries[-1]['tokens_per_s']:.0f} tokens/s")
-    table = Table("contender", "tokens/s", "of the first", "CPU s", "first token p50, ms", "p99, ms", "texts alike")
+    table = Table("contender", "tokens/s", "of the first", "CPU s", "beside, s", "first token p50, ms", "p99, ms",
+                  "texts alike")
     for one in entries:
         table.add_row(one["contender"], f"{one['tokens_per_s']:.0f}",
                       f"{one['tokens_per_s'] / entries[0]['tokens_per_s']:.2f}", f"{one['cpu_seconds']:.2f}",
+                      f"{one['beside_seconds']:.2f}",
                       f"{one['first_p50_ms']:.0f}",
                       f"{one['first_p99_ms']:.0f}", f"{one['texts_alike']} of {args.requests}")
     console.print(table)

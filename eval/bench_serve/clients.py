@@ -15,10 +15,12 @@ Work = list[tuple[str, int]]  # prompt and limit of every request
 @dataclass
 class Seen:
     """What one run of clients saw. tokens: of each request, in the order of the work; first: seconds to the first.
-    cpu_seconds: of the process that decodes, in all its threads: what a load beside it changes least."""
+    cpu_seconds: of the process that decodes, in all its threads: what a load beside it changes least; beside_seconds:
+    of the processes that it started."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    beside_seconds: float = field(default=0.0, kw_only=True)
     tokens: list[int] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -27,6 +29,7 @@ class Seen:
         """Tokens a second over all, and the median and 99th percentile of the waits, in milliseconds."""
         ranked = sorted(self.first)
         return {"tokens": sum(self.tokens), "seconds": self.seconds, "cpu_seconds": self.cpu_seconds,
+                "beside_seconds": self.beside_seconds,
                 "tokens_per_s": sum(self.tokens) / self.seconds,
                 "first_p50_ms": 1e3 * statistics.median(ranked),
                 "first_p99_ms": 1e3 * ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))]}

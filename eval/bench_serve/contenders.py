@@ -95,11 +95,19 @@ def serving(words: list[str], port: int, threads: int, cpus: str | None = None) 
 
 
 def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:
-    before = psutil.Process(pid).cpu_times()
+    before = _seconds(pid)
     seen = ask_all(port, model, work, clients)
-    after = psutil.Process(pid).cpu_times()
-    seen.cpu_seconds = after.user + after.system - before.user - before.system
+    own, beside = (after - first for after, first in zip(_seconds(pid), before, strict=True))
+    seen.cpu_seconds, seen.beside_seconds = own, beside
     return seen
+
+
+def _seconds(pid: int) -> tuple[float, float]:
+    """Processor time of a server: of its first process, and of those that it started."""
+    first = psutil.Process(pid)
+    spent = [one.cpu_times() for one in (first, *first.children(recursive=True))]
+    own, *beside = (one.user + one.system for one in spent)
+    return own, sum(beside)
 
 
 def our_server(folder: str, levels: list[str], clients: int, port: int) -> list[str]:

@@ -20,7 +20,7 @@ _EVERY = 1.0  # seconds between two looks at the memory
 
 @dataclass
 class Soaked:
-    """asked, answered, wrong: requests; memory: bytes that the server's process holds, (seconds, bytes) each; waits:
+    """asked, answered, wrong: requests; memory: bytes that the server's processes hold, (seconds, bytes) each; waits:
     seconds to the first token of every answer."""
 
     seconds: float = 0.0
@@ -63,9 +63,11 @@ def soak(pid: int, port: int, model: str, work: Work, expected: list[str], clien
     found, over = Soaked(), threading.Event()
 
     def look() -> None:
-        begin, process = time.perf_counter(), psutil.Process(pid)
+        begin, first = time.perf_counter(), psutil.Process(pid)
+        processes = [first, *first.children(recursive=True)]
         while not over.wait(_EVERY):
-            found.memory.append((time.perf_counter() - begin, process.memory_info().rss))
+            held = sum(one.memory_info().rss for one in processes)
+            found.memory.append((time.perf_counter() - begin, held))
 
     watch = threading.Thread(target=look)
     watch.start()

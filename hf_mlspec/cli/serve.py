@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "openai", "prometheus_client")
 def run_serve(args: argparse.Namespace) -> int:
     try:
         from ..serving.limits import Limits
-        from ..serving.server import Options, listen, read_keys, run, serve_model
+        from ..serving.server import Http, Options, listen, read_keys, serve_model
     except ImportError as error:
         if error.name not in SERVER_PACKAGES:
             raise
@@ -31,16 +32,17 @@ def run_serve(args: argparse.Namespace) -> int:
     keys = [] if args.api_key_file is None else read_keys(args.api_key_file)
     prefix_cache = bytes_of(args.prefix_cache, "--prefix-cache")
     listening = listen(args.host, args.port)
-    with listening:  # first of all: a port that is taken is no reason to load a model
+    with listening, contextlib.closing(Http(listening)) as http:  # a port that is taken is no reason to load a model
         model, tokenizer = load_target(path, args)
         _set_template(tokenizer, args.chat_template or (None if args.model else "plain"))
         options = Options(args.served_model_name or name, args.slots, keys, limits, config,
-                          prefill_chunk=args.prefill_chunk, prefix_cache=prefix_cache, every=args.stream_interval)
-        served = serve_model(model, tokenizer, levels, options)
-        served.backend.start()
+                          prefill_chunk=args.prefill_chunk, prefix_cache=prefix_cache, every=args.stream_interval,
+                          grace=args.grace)
+        backend = serve_model(model, tokenizer, levels, options, http.end)
+        http.begin(options.setup(model, tokenizer))
         host, port = listening.getsockname()[:2]
         print(f"mlspec serve: {options.name} on http://{host}:{port}", file=sys.stderr, flush=True)
-        run(served, listening, args.grace)
+        http.run(backend)
     return 0
 
 

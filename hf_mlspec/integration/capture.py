@@ -29,12 +29,14 @@ _FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and gr
 
 @contextmanager
 def captured(
-    chain: Chain, processors: LogitsProcessorList, rows: Rows, new_tokens: int, stream_of: int = 0
+    chain: Chain, processors: LogitsProcessorList, rows: Rows, new_tokens: int, stream_of: int = 0,
+    sampled: bool = False, divided: bool = False,
 ) -> Iterator[CapturedChain | None]:
     """The captured chain of a call, its caches in the runners of `chain`; None where the call runs step by step.
 
     The target's engine must be one that can be captured. rows: the prompts. new_tokens: the most a row may gain.
-    stream_of: rows that a stream may have at a time, which has a chain of its own; 0: a call of generate.
+    stream_of: rows that a stream may have at a time, which has a chain of its own; 0: a call of generate. sampled:
+    rows that join a stream may sample; a call says so itself. divided: each with a temperature of its own.
     """
     lengths = list(map(len, rows))
     levels = _levels(chain, processors, lengths, new_tokens)
@@ -50,9 +52,10 @@ def captured(
         levels,
         rows=len(rows),
         slots=max(lengths) + min(new_tokens, _FIRST_NEW_TOKENS),
-        sampled=sampler.do_sample,
+        sampled=sampled or sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
+        divided=divided,
         stream_of=stream_of,
         planned=planned,
         seen=chain.seen if planned else 0,

@@ -144,6 +144,14 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     return None, process
 
 
+def temperature_of(processors: LogitsProcessorList) -> float | None:
+    """What scores are divided by, where nothing else is done to them; None where something is."""
+    if not processors:
+        return 1.0
+    only = processors[0]
+    return only.temperature if len(processors) == 1 and type(only) is WARPERS[0] else None
+
+
 def warp_of(processors: LogitsProcessorList):
     """The processors that look at scores alone, as one function over any leading shape; None if there are none."""
     warpers = [p for p in processors if calls_like(p, WARPERS)]

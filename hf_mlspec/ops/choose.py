@@ -31,7 +31,9 @@ def _check(given: Operands) -> None:
         raise ValueError(f"{given.op}: {' and '.join(names)} given alone; noise needs seed, streams and positions")
     if names:
         given.require_dtype("seed", torch.int64)
-        given.require_shape("seed", (1,))
+        if given.seed.ndim != 1 or len(given.seed) not in (1, len(logits)):
+            raise ValueError(f"{given.op}: seed has shape {list(given.seed.shape)}, expected [1], or one for each of "
+                             f"{len(logits)} rows of logits")
         given.require_numbers("streams", len(logits))
         given.require_numbers("positions", len(logits))
 
@@ -48,7 +50,8 @@ def _choose_rows(
     if seed is None:
         tokens = logits.argmax(dim=1)  # of what was not capped: the cap only makes ties
     else:
-        tokens = (scores + gumbel_noise(seed, streams, positions, logits.shape[1])).argmax(dim=1)
+        drawn = (scores + gumbel_noise(seed, streams, positions, logits.shape[1])).argmax(dim=1)
+        tokens = torch.where(streams < 0, logits.argmax(dim=1), drawn)
     confidence = scores.double().softmax(dim=1).gather(1, tokens[:, None])[:, 0].float()
     bad = logits.isnan().any(dim=1)
     return tokens.masked_fill(bad, -1).int(), confidence.masked_fill(bad, torch.nan)
@@ -65,9 +68,10 @@ def choose_rows(
     probability.
 
     Logits are capped to ``softcap * tanh(logit / softcap)`` unless that is 0. Without a seed the token of the largest
-    logit, the first of equals. With seed int64 ``[1]``, streams and positions int32 ``[n]``: that of the largest logit
-    plus Gumbel noise, a draw from the softmax. The noise is a pure function of (seed, stream, position, token): all
-    levels of a chain share it (speculation/sampling.py). A row with a NaN gets token -1 and confidence NaN.
+    logit, the first of equals. With seed int64 ``[1]`` or ``[n]``, streams and positions int32 ``[n]``: that of the
+    largest logit plus Gumbel noise, a draw from the softmax; a row whose stream is negative has no noise. The noise is
+    a pure function of (seed, stream, position, token): all levels of a chain share it (speculation/sampling.py). A row
+    with a NaN gets token -1 and confidence NaN.
     """
     return _choose_rows(logits, softcap, seed, streams, positions)
 
@@ -77,7 +81,7 @@ def gumbel_noise(seed: Tensor, streams: Tensor, positions: Tensor, vocab: int) -
     of (seed, stream, position, token). Word i of a Philox block is that of token 4 * block + i."""
     blocks = torch.arange(-(-vocab // 4), device=seed.device)
     counter = (blocks, positions.long()[:, None] & _WORD, streams.long()[:, None] & _WORD, torch.zeros_like(blocks))
-    words = torch.stack(philox(torch.broadcast_tensors(*counter), seed.long()), dim=-1).flatten(1)[:, :vocab]
+    words = torch.stack(philox(torch.broadcast_tensors(*counter), seed.long()[:, None]), dim=-1).flatten(1)[:, :vocab]
     # -log(uniform) is taken near 0 of 1 - uniform, where float32 is fine: there lie the largest noises.
     rest = ((words.float() + 0.5) * 2.0**-32).clamp(max=_LARGEST_BELOW_ONE)
     return -torch.log(-torch.log1p(-rest))
@@ -85,7 +89,7 @@ def gumbel_noise(seed: Tensor, streams: Tensor, positions: Tensor, vocab: int) -
 
 def philox(counter: tuple[Tensor, ...], seed: Tensor) -> tuple[Tensor, ...]:
     """Four words (int64 holding 0 .. 2^32 - 1) of each counter of four words; the key is the seed's two words."""
-    keys = [seed & _WORD, seed >> 32 & _WORD]
+    keys = [seed & _WORD, seed >> 32 & _WORD]  # of all counters, or a column: one for each line of them
     a, b, c, d = counter
     for _ in range(_ROUNDS):
         low, high = _multiply(a, _MULTIPLIERS[0]), _multiply(c, _MULTIPLIERS[1])

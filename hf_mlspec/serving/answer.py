@@ -1,34 +1,37 @@
-"""What becomes of one request of a client: of its tickets, in the event loop that answers it?"""
+"""What becomes of one request of a client: of all its answers, in the event loop that speaks HTTP?"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from ..integration.stream.request import Completion
 from .asked import Asked
-from .backend import Backend, News, Ticket
 from .errors import ApiError, ending, failed, invalid
+from .http_end import HttpEnd
+from .messages import Ask, Ended, News
 from .pieces import joined
 
 
 @dataclass
 class Choice:
-    """One answer of a request: its place among them, its ticket, and what is known of it.
+    """One answer of a request: its place among them, what is asked for, and what is known of it.
 
     pieces: makes what is shown of tokens (PlainPieces, ParsedPieces). tokens: ids. logprobs: one entry a token.
     """
 
     index: int
-    ticket: Ticket
-    prompt: list[int]
+    ask: Ask
     pieces: Any
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids."""
+        return self.ask.input_ids
 
 
 @dataclass
@@ -45,30 +48,31 @@ class Step:
 
 class Answer:
     """The choices of one request while they are decoded. Leaving it, however, cancels what is not done. every: as of
-    `Ticket`."""
+    `Ask`."""
 
-    def __init__(self, backend: Backend, asked: Asked, seconds: float, every: float | None) -> None:
+    def __init__(self, backend: HttpEnd, asked: Asked, seconds: float, every: float | None) -> None:
         self.backend, self.asked = backend, asked
         self.choices: list[Choice] = []
         self._loop = asyncio.get_running_loop()
         self.every = every
-        self._news: asyncio.Queue[tuple[Choice, News] | None] = asyncio.Queue()
+        self._of: dict[int, Choice] = {}  # by the numbers of their requests
+        self._news: asyncio.Queue[News | None] = asyncio.Queue()
         self._timer = self._loop.call_later(seconds, self._news.put_nowait, None)
 
     def add(self, prompt: list[int], new_tokens: int, seed: int | None, pieces: Any) -> None:
         """One more choice; it is not decoded before `start`."""
-        index = len(self.choices)
-        ticket = Ticket(prompt, self._loop, partial(self._hear, index), self.every, seed=seed, id=index,
-                        logprobs=self.asked.top_logprobs, max_new_tokens=new_tokens, **self.asked.options)
-        self.choices.append(Choice(index, ticket, prompt, pieces))
+        ask = Ask(-1, prompt, self.every, self.asked.return_levels, seed, self.asked.top_logprobs,
+                  {"max_new_tokens": new_tokens, **self.asked.options})
+        self.choices.append(Choice(len(self.choices), ask, pieces))
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Hand all choices to the backend; ApiError where it cannot take them."""
         try:
-            self.backend.submit([choice.ticket for choice in self.choices])
-        except ApiError:
+            await self.backend.submit([choice.ask for choice in self.choices], self._news.put_nowait)
+        except BaseException:
             self._timer.cancel()
             raise
+        self._of = {choice.ask.number: choice for choice in self.choices}
 
     async def steps(self) -> AsyncIterator[list[Step]]:
         """What the choices gain, all that is known at a time, to the end of the last one. ApiError for what fails."""
@@ -84,7 +88,7 @@ class Answer:
         finally:
             self.cancel()
 
-    async def _some(self) -> list[tuple[Choice, News] | None]:
+    async def _some(self) -> list[News | None]:
         """All news there are, at least one."""
         found = [await self._news.get()]
         while not self._news.empty():
@@ -94,9 +98,8 @@ class Answer:
     def cancel(self) -> None:
         """Whoever asked has all of it, or is gone."""
         self._timer.cancel()
-        for choice in self.choices:
-            if choice.finish_reason is None:
-                choice.ticket.cancel()
+        if left := [choice.ask.number for choice in self.choices if choice.finish_reason is None]:
+            self.backend.cancel(left)
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompts, each counted once, and of all answers."""
@@ -104,17 +107,14 @@ class Answer:
         new = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
-    def _hear(self, index: int, news: News) -> None:
-        self._news.put_nowait((self.choices[index], news))
-
-    def _told(self, found: list[tuple[Choice, News] | None]) -> tuple[list[Step], ApiError | None]:
+    def _told(self, found: list[News | None]) -> tuple[list[Step], ApiError | None]:
         """Steps, and what ends the answer behind them."""
         steps: list[Step] = []
-        for one in found:
-            if one is None:
+        for news in found:
+            if news is None:
                 return steps, ApiError(504, "the answer took longer than a request may", kind="server_error",
                                        code="timeout")  # fmt: skip
-            choice, news = one
+            choice = self._of[news.number]
             choice.tokens += news.tokens
             choice.logprobs += news.logprobs
             step = Step(choice, news.tokens, choice.pieces.add(news.tokens), news.logprobs, news.levels)
@@ -128,9 +128,8 @@ class Answer:
         return steps, None
 
 
-def _error(end: Completion) -> ApiError | None:
+def _error(end: Ended) -> ApiError | None:
     """What is said of an answer that did not end by itself."""
     if end.error is not None:
-        refused = end.speculation is None and isinstance(end.error, ValueError | TypeError)
-        return invalid(None, str(end.error)) if refused else failed(str(end.error))
+        return invalid(None, end.error) if end.refused else failed(end.error)
     return ending() if end.finish_reason == "cancelled" else None

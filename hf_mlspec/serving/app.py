@@ -20,8 +20,9 @@ from starlette.exceptions import HTTPException
 
 from .endpoint import Endpoint, Reply
 from .errors import ApiError, failed
+from .http_end import HttpEnd
 from .limits import Limits
-from .metrics import Watch
+from .metrics import Requests
 
 _PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 _PAGE = (("/", "index.html", "text/html"), ("/page.css", "page.css", "text/css"),
@@ -54,8 +55,8 @@ class Bounded:
     A client that reads slowly holds no more than its own answer; after that time its connection is closed.
     """
 
-    def __init__(self, app: Any, watch: Watch, seconds: float) -> None:
-        self.app, self.watch, self.seconds = app, watch, seconds
+    def __init__(self, app: Any, counts: Requests, seconds: float) -> None:
+        self.app, self.counts, self.seconds = app, counts, seconds
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -74,14 +75,14 @@ class Bounded:
         except (TimeoutError, asyncio.TimeoutError):
             _LOG.warning("a request to %s took more than %.0f seconds; its connection is closed", path, self.seconds)
         finally:
-            self.watch.requests.labels(path, status).inc()
+            self.counts.answered.labels(path, status).inc()
 
 
 def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[str]) -> FastAPI:
     """The application: what uvicorn runs."""
     app = FastAPI(title="mlspec serve", docs_url=None, redoc_url=None, openapi_url=None)
-    watch = chat.backend.watch
-    app.add_middleware(Bounded, watch=watch, seconds=limits.seconds + _TO_SAY_SO)
+    counts = Requests()
+    app.add_middleware(Bounded, counts=counts, seconds=limits.seconds + _TO_SAY_SO)
     allowed, backend, began = Keys(keys), chat.backend, int(time.time())
 
     @app.post("/v1/chat/completions")
@@ -103,20 +104,30 @@ def build_app(chat: Endpoint, completions: Endpoint, limits: Limits, keys: list[
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         allowed.require(request)
-        return Response(watch.text(), media_type=CONTENT_TYPE_LATEST)
+        state = await backend.look(metrics=True)
+        return Response(counts.text() + state.metrics, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/health")
     async def health() -> Response:
-        if not backend.alive:
-            return JSONResponse({"status": "unhealthy", "reason": str(backend.error)}, 503)
-        told = {"status": "ok", "running": backend.running, "waiting": backend.waiting}
-        if backend.levels_error is not None:
-            told["levels"] = f"left out: {backend.levels_error}"
-        return JSONResponse(told)
+        return await _health(backend)
 
     _show_page(app)
     _say_errors(app)
     return app
+
+
+async def _health(backend: HttpEnd) -> Response:
+    """Whether requests are decoded."""
+    try:
+        state = await backend.look()
+    except ApiError as error:
+        return JSONResponse({"status": "unhealthy", "reason": error.message}, 503)
+    if state.error is not None:
+        return JSONResponse({"status": "unhealthy", "reason": state.error}, 503)
+    told = {"status": "ok", "running": state.running, "waiting": state.waiting}
+    if state.levels_error is not None:
+        told["levels"] = f"left out: {state.levels_error}"
+    return JSONResponse(told)
 
 
 def _show_page(app: FastAPI) -> None:

@@ -1,6 +1,7 @@
 """Who decodes what clients ask for? One thread, which runs a stream of requests over a chain.
 
-HTTP is somewhere else: tickets come from any thread, and what becomes of them is told to their listeners.
+HTTP is somewhere else, in a process of its own: tickets come from any thread, and what becomes of all of them is told
+in one call.
 """
 
 from __future__ import annotations
@@ -9,58 +10,43 @@ import logging
 import queue
 import threading
 import time
-from asyncio import AbstractEventLoop
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..integration.call import last_stats
 from ..integration.config import SpeculationConfig
-from ..integration.stream.events import NewTokens, TokenLogprob
+from ..integration.stream.events import NewTokens
 from ..integration.stream.request import Completion, Request
 from ..integration.stream.stream import stream_in_rounds
 from .errors import ApiError, busy, ending
+from .messages import Ended, News, State
 
 _LOG = logging.getLogger("mlspec.serving")
 _UNCOUNTED = 1.0  # seconds of rounds, at most, that `watch` does not know of
 
 
-@dataclass
-class News:
-    """What a ticket gained since its listener heard of it last: of each token its id, the level that drafted it and,
-    where asked for, its log probability. end: its completion, if it has ended."""
-
-    tokens: list[int] = field(default_factory=list)
-    levels: list[str | None] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    end: Completion | None = None
-
-
-Listener = Callable[[News], None]
-
-
 class Ticket(Request):
-    """A request of the stream, and who hears of it.
+    """A request of the stream that somebody waits for.
 
-    listener: called in `loop`, the event loop of whoever asked, with what the ticket gained. every: seconds between
-        two calls, if rounds are shorter; 0: it hears of every round; None: of the end only, with all that was gained.
-        The first tokens, of a ticket that does not wait for the end, and the end are told at once.
+    number: its name. every: seconds between two times that its news are told, if rounds are shorter; 0: every round's
+        are; None: only with its end, all at once. Its first tokens, if it does not wait for the end, and its end are
+        told at once. levels: whether its news have the levels that drafted its tokens.
     arrived, began, heard: seconds of time.perf_counter, when it was submitted, when its first tokens came, and when
-        its listener was called last. tokens, first_tokens: how many it has, and how many came first.
+        its news were told last. tokens, first_tokens: how many it has, and how many came first.
     """
 
-    def __init__(self, input_ids: list[int], loop: AbstractEventLoop, listener: Listener, every: float | None = 0.0,
+    def __init__(self, number: int, input_ids: list[int], every: float | None = 0.0, levels: bool = False,
                  **options: Any) -> None:
-        super().__init__(input_ids, **options)
-        self.loop, self.listener, self.every = loop, listener, every
+        super().__init__(input_ids, id=number, **options)
+        self.number, self.every, self.levels = number, every, levels
         self.arrived, self.began, self.heard = time.perf_counter(), 0.0, 0.0
         self.tokens = self.first_tokens = 0
-        self.news = News()
+        self.news = News(number)
 
     def take(self) -> News:
-        """What its listener has not heard of."""
-        news, self.news = self.news, News()
+        """What was not told yet."""
+        news, self.news = self.news, News(self.number)
         return news
 
 
@@ -68,19 +54,19 @@ class Backend:
     """A chain that decodes tickets as slots become free.
 
     model, tokenizer: the target and a tokenizer that nobody else uses. levels, config: of the chain. slots: rows
-    decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event. how: other arguments
-    of `stream_in_rounds`.
+    decoded at a time. queue_limit: tickets that may wait for a slot. watch: counts every event. tell: called with what
+    tickets gained, of all of them in one call: rounds can be as short as such a call. how: other arguments of
+    `stream_in_rounds`.
 
     A level that fails is left out, and so are those beside it: the stream goes on with the target alone, and so do
     streams after it. Where the target itself fails the running answers end with the error and a new stream begins,
     unless nothing was decoded in between.
-
-    Listeners hear of all tickets of an event loop in one call into it: rounds can be as short as such a call.
     """
 
     def __init__(self, model: Any, tokenizer: Any, levels: list[Any], config: SpeculationConfig | None = None, *,
-                 slots: int = 8, queue_limit: int = 256, watch: Any, **how: Any) -> None:
-        self.how = how
+                 slots: int = 8, queue_limit: int = 256, watch: Any, tell: Callable[[list[News]], None],
+                 **how: Any) -> None:
+        self.how, self.tell = how, tell
         self.model, self.tokenizer, self.levels, self.config = model, tokenizer, list(levels), config
         self.slots, self.queue_limit, self.watch = slots, queue_limit, watch
         self.error: Exception | None = None  # what ended the thread
@@ -119,6 +105,13 @@ class Backend:
     def alive(self) -> bool:
         """Whether tickets are decoded."""
         return self._thread.is_alive() and self.error is None
+
+    @property
+    def state(self) -> State:
+        """How it is, without its numbers."""
+        error = None if self.alive else str(self.error or "the server is shutting down")
+        levels = None if self.levels_error is None else str(self.levels_error)
+        return State(error, levels, self.running, self.waiting)
 
     def require_room(self, count: int) -> None:
         """ApiError where so many tickets cannot be taken now."""
@@ -214,7 +207,7 @@ class Backend:
             yield ticket
 
     def _tell(self, told: list[NewTokens | Completion]) -> None:
-        """What a round brought. Listeners hear of it who have waited for long, or would if they waited for another
+        """What a round brought. It is told of tickets that have waited for long, or would if they waited for another
         round."""
         now = time.perf_counter()
         next_round, self._round = 2 * now - self._round, now
@@ -223,19 +216,20 @@ class Backend:
         if due or now - self._counted >= _UNCOUNTED:
             self._count(now)
         if due:
-            self._hand_over(list(due.values()), now)
+            self._hand_over(due.values(), now)
 
     def _gained(self, event: NewTokens | Completion, now: float) -> bool:
         """Note an event of a ticket; whether it cannot wait."""
         ticket = event.request
         if isinstance(event, Completion):
             self._decoded = self._decoded or event.error is None
-            ticket.news.end = event
+            ticket.news.end = _ended(event)
             self.watch.ended(ticket, now)
             return True
         news, is_first = ticket.news, not ticket.tokens
         news.tokens += event.tokens
-        news.levels += event.levels
+        if ticket.levels:
+            news.levels += event.levels
         news.logprobs += event.logprobs
         ticket.tokens += len(event.tokens)
         self._levels.update(event.levels)
@@ -253,18 +247,16 @@ class Backend:
         self.watch.wrote(self._levels, self._passes)
         self._levels, self._passes, self._counted = Counter(), 0, now
 
-    def _hand_over(self, tickets: list[Ticket], now: float) -> None:
-        """Let the listeners of tickets hear their news, each in its event loop."""
-        loops: dict[AbstractEventLoop, list[tuple[Listener, News]]] = {}
+    def _hand_over(self, tickets: Iterable[Ticket], now: float) -> None:
+        """Tell the news of tickets."""
+        told = []
         for ticket in tickets:
             self._untold.pop(id(ticket), None)
             ticket.heard = now
             if ticket.news.end is not None:
                 self._live.pop(id(ticket), None)
-            loops.setdefault(ticket.loop, []).append((ticket.listener, ticket.take()))
-        for loop, heard in loops.items():
-            if not loop.is_closed():  # of a loop that has ended nobody listens
-                loop.call_soon_threadsafe(_listen, heard)
+            told.append(ticket.take())
+        self.tell(told)
 
     def _end_with(self, error: Exception) -> None:
         """Everything that has a slot ends."""
@@ -281,6 +273,7 @@ class Backend:
         self._end_with(error)
 
 
-def _listen(heard: list[tuple[Listener, News]]) -> None:
-    for listener, news in heard:
-        listener(news)
+def _ended(end: Completion) -> Ended:
+    """The end of a ticket, as it is told."""
+    refused = end.speculation is None and isinstance(end.error, ValueError | TypeError)
+    return Ended(end.finish_reason, None if end.error is None else str(end.error), refused)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -15,6 +16,7 @@ from transformers.cli.serving.utils import Modality, build_response_parser, get_
 
 from .answer import Choice, Step
 from .errors import invalid
+from .messages import Facts
 from .pieces import ParsedPieces, PlainPieces, ReasoningText, ToolCall
 
 # transformers 5.17 knows no tools when it reads an answer.
@@ -29,8 +31,10 @@ class Chat:
                         "chat_template_kwargs"})  # fmt: skip
     word, chunk_word, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: Any, tokenizer: Any, writing: Any) -> None:
-        self.model, self.tokenizer, self.writing = model, tokenizer, writing
+    def __init__(self, facts: Facts, tokenizer: Any, writing: Any) -> None:
+        self.tokenizer, self.writing = tokenizer, writing
+        # All that transformers' server looks at where a model's response template is looked for.
+        self.model = SimpleNamespace(config=SimpleNamespace(model_type=facts.model_type))
 
     def prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The ids of the one prompt that a chat is. ApiError 400 for messages that are none."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from .answer import Choice, Step
 from .errors import invalid
+from .messages import Facts
 from .pieces import PlainPieces
 
 
@@ -15,9 +16,8 @@ class Completions:
     fields = frozenset({"prompt"})
     word, chunk_word, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: Any, tokenizer: Any, writing: Any) -> None:
-        self.tokenizer, self.writing = tokenizer, writing
-        self.vocab_size = model.config.get_text_config().vocab_size
+    def __init__(self, facts: Facts, tokenizer: Any, writing: Any) -> None:
+        self.tokenizer, self.writing, self.vocab_size = tokenizer, writing, facts.vocab_size
 
     def prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The ids of every prompt. ApiError 400 for what is none."""

@@ -12,27 +12,23 @@ from typing import Any
 
 from .answer import Answer, Choice, Step
 from .asked import Asked, read_asked
-from .backend import Backend
 from .errors import ApiError, failed, invalid
-from .limits import Limits
+from .http_end import HttpEnd
 from .logprobs import TokenWords
+from .messages import Setup
 
 
 class Endpoint:
     """One of the two ways to ask.
 
     style: Chat or Completions. reading: the one thread that makes ids of text. A tokenizer is nothing for two: the
-    event loop makes text of ids with another one, `style.writing`. every: seconds between two events of a stream, if
-    rounds are shorter.
+    event loop makes text of ids with another one, `style.writing`.
     """
 
-    def __init__(self, style: Any, backend: Backend, name: str, limits: Limits, reading: ThreadPoolExecutor,
-                 every: float) -> None:
-        self.every = every
-        self.style, self.backend, self.name, self.limits, self.reading = style, backend, name, limits, reading
-        config = backend.model.config.get_text_config()
-        self.positions = getattr(config, "max_position_embeddings", None) or 2**31
-        self.samples = bool(backend.model.generation_config.do_sample)
+    def __init__(self, style: Any, backend: HttpEnd, setup: Setup, reading: ThreadPoolExecutor) -> None:
+        self.style, self.backend, self.reading = style, backend, reading
+        self.name, self.limits, self.every = setup.name, setup.limits, setup.every
+        self.positions, self.samples = setup.facts.positions, setup.facts.samples
         self.words = TokenWords(style.writing)
 
     async def answer(self, body: dict[str, Any]) -> Reply:
@@ -51,7 +47,7 @@ class Endpoint:
                 answer.add(prompt, room, seed, made)
         if len(answer.choices) > self.limits.choices:
             raise invalid("n", f"{len(answer.choices)} answers are asked for, at most {self.limits.choices} are given")
-        answer.start()
+        await answer.start()
         return Reply(self, answer)
 
     def _every(self, asked: Asked) -> float | None:

@@ -17,9 +17,17 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.kind, self.code, self.param = status, message, kind, code, param
 
+    def __reduce__(self) -> Any:
+        """It is told from one process to another."""
+        return _made, (self.status, self.message, self.kind, self.code, self.param)
+
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def _made(status: int, message: str, kind: str, code: str | None, param: str | None) -> ApiError:
+    return ApiError(status, message, kind=kind, code=code, param=param)
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:

@@ -25,7 +25,6 @@ class Watch:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own = {"registry": self.registry}
-        self.requests = Counter("mlspec_requests", "Requests by path and status of HTTP", ["path", "status"], **own)
         self.answers = Counter("mlspec_answers", "Answers by the way they ended", ["finish_reason"], **own)
         self.prompt_tokens = Counter("mlspec_prompt_tokens", "Tokens of prompts that got a slot", **own)
         self.tokens = Counter("mlspec_tokens", "New tokens by the level that drafted them", ["level"], **own)
@@ -68,6 +67,19 @@ class Watch:
 
     def text(self) -> bytes:
         """All numbers, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Requests:
+    """Counts what HTTP answered, in the process that speaks it."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answered = Counter("mlspec_requests", "Requests by path and status of HTTP", ["path", "status"],
+                                registry=self.registry)
+
+    def text(self) -> bytes:
+        """As of `Watch`."""
         return generate_latest(self.registry)
 
 

@@ -1,48 +1,32 @@
-"""How does the server start, on which address, and how does it end? uvicorn serves, and is told when to stop."""
+"""How does the server start, on which address, and how does it end? Decoding is here; HTTP has its own process."""
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import gc
-import math
+import contextlib
+import multiprocessing
+import os
+import signal
 import socket
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
-
-import uvicorn
-from fastapi import FastAPI
 
 from ..integration.config import SpeculationConfig
 from ..integration.stream.prompts import PREFILL_CHUNK
-from .app import build_app
 from .backend import Backend
-from .chat import Chat
-from .completions import Completions
-from .endpoint import Endpoint
+from .backend_end import BackendEnd
+from .http_server import TO_TELL, speak_http
 from .limits import Limits
+from .messages import Facts, Setup
 from .metrics import Watch
-
-_TO_TELL = 5.0  # seconds that answers have to be told of their end
-_SWITCH = 0.0005  # seconds that the thread that decodes waits for one that answers, at most
-
-
-@dataclass
-class Served:
-    """A model behind an application, not yet listening."""
-
-    app: FastAPI
-    backend: Backend
 
 
 @dataclass
 class Options:
     """How a model is served. name: what clients call it. slots: answers decoded at a time. keys: none: for anyone.
-    prefill_chunk, prefix_cache: as of `generate_stream`. every: seconds between two events of a stream whose rounds
-    are shorter; 0: every round is one."""
+    prefill_chunk, prefix_cache: as of `generate_stream`. every, grace: as of `Setup`."""
 
     name: str
     slots: int = 8
@@ -52,20 +36,24 @@ class Options:
     prefill_chunk: int | None = PREFILL_CHUNK
     prefix_cache: int | str | None = None
     every: float = 0.04
+    grace: float = 30.0
+
+    def setup(self, model: Any, tokenizer: Any) -> Setup:
+        """What HTTP begins with."""
+        return Setup(Facts.of(model), tokenizer, self.name, self.keys, self.limits, self.every, self.grace)
 
 
-def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options) -> Served:
-    """The application of a model; its backend is to be started."""
+def serve_model(model: Any, tokenizer: Any, levels: list[Any], options: Options, end: BackendEnd) -> Backend:
+    """A backend that decodes, and hears of requests at its end of a connection. Raises what is wrong with the
+    levels."""
     watch = Watch()
-    backend = Backend(model, copy.deepcopy(tokenizer), levels, options.config, slots=options.slots,
-                      queue_limit=options.limits.queue, watch=watch, prefill_chunk=options.prefill_chunk,
+    backend = Backend(model, tokenizer, levels, options.config, slots=options.slots, queue_limit=options.limits.queue,
+                      watch=watch, tell=end.tell, prefill_chunk=options.prefill_chunk,
                       prefix_cache=options.prefix_cache)
     watch.look_at(backend)
-    reading = ThreadPoolExecutor(1, "mlspec-reading")
-    writing = copy.deepcopy(tokenizer)
-    how = backend, options.name, options.limits, reading, options.every
-    chat, completions = (Endpoint(style(model, tokenizer, writing), *how) for style in (Chat, Completions))
-    return Served(build_app(chat, completions, options.limits, options.keys), backend)
+    backend.start()
+    end.serve(backend, watch)
+    return backend
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,36 +71,61 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-class Server(uvicorn.Server):
-    """uvicorn's, which at its end lets answers end: for `grace` seconds, and then they are told that it is over."""
+class Http:
+    """The process that speaks HTTP. It begins to import while a model is loaded here, and ends with this process."""
 
-    def __init__(self, config: uvicorn.Config, backend: Backend, grace: float) -> None:
-        super().__init__(config)
-        self.backend, self.grace = backend, grace
+    def __init__(self, listening: socket.socket) -> None:
+        context = multiprocessing.get_context("spawn")  # nothing of a model or a device that is in use here
+        own, other = context.Pipe()
+        self.end = BackendEnd(own)
+        self.process = context.Process(target=speak_http, args=(other, listening), name="mlspec-http", daemon=True)
+        self.process.start()
+        other.close()  # else its death would not end the connection
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse what is new, wait, tell the rest, close."""
-        self.backend.close()
-        over = asyncio.get_running_loop().call_later(self.grace, self.backend.cancel)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            over.cancel()
+    def begin(self, setup: Setup) -> None:
+        """Back when requests are answered. ChildProcessError where that never happens."""
+        self.end.send(setup)
+        self.end.ready.wait()
+        if self.end.gone:
+            raise ChildProcessError(f"the process that speaks HTTP {self._left()}")
+
+    def run(self, backend: Backend) -> None:
+        """Until a signal says to stop; then answers that run have `grace` seconds to end. ChildProcessError where HTTP
+        ends by itself."""
+        stopped: list[int] = []
+
+        def stop(number: int, _: FrameType | None) -> None:
+            stopped.append(number)
+            if self.process.pid is not None and self.process.is_alive():
+                os.kill(self.process.pid, number)
+
+        with _on_signals(stop):
+            self.process.join()
+            backend.cancel()
+            backend.join(TO_TELL)
+        if not stopped:
+            raise ChildProcessError(f"the process that speaks HTTP {self._left()}")
+
+    def close(self) -> None:
+        """End it, if it runs."""
+        self.end.connection.close()
+        self.process.terminate()
+        self.process.join()
+
+    def _left(self) -> str:
+        self.process.join(TO_TELL)
+        return f"has ended with status {self.process.exitcode}"
 
 
-def run(served: Served, listening: socket.socket, grace: float) -> None:
-    """Serve until a signal says to stop; then answers that run have `grace` seconds to end. The backend decodes
-    already, and what is loaded stays: no collection of garbage looks at it again."""
-    gc.collect()
-    gc.freeze()
-    sys.setswitchinterval(_SWITCH)
-    config = uvicorn.Config(served.app, log_level="warning", access_log=False, server_header=False,
-                            timeout_graceful_shutdown=math.ceil(grace + _TO_TELL), timeout_keep_alive=60)
+@contextlib.contextmanager
+def _on_signals(call: Any) -> Iterator[None]:
+    """What to do when this process is told to stop."""
+    before = {number: signal.signal(number, call) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        Server(config, served.backend, grace).run(sockets=[listening])
+        yield
     finally:
-        served.backend.cancel()
-        served.backend.join(_TO_TELL)
+        for number, one in before.items():
+            signal.signal(number, one)
 
 
 def read_keys(path: str) -> list[str]:

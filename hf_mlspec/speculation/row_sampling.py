@@ -17,6 +17,7 @@ class RowRule:
     """How the tokens of one row are chosen, at every level with the target's vocabulary.
 
     seed: of the row's noise; None for a greedy row. warp, process, ends: as for `Sampler`; process gets row number 0.
+    temperature: what warp divides scores by, 1 where there is none; None where it does anything else.
     error: why the target cannot choose token number `failed_at` (a processor of the row raised, or its logits are
         NaN): that token and later ones mean nothing. If earlier tokens of the draft are rejected, the error does not
         matter.
@@ -31,8 +32,9 @@ class RowRule:
         warp: Callable[[Tensor], Tensor] | None = None,
         process: Process | None = None,
         ends: frozenset[int] = frozenset(),
+        temperature: float | None = None,
     ):
-        self.seed = seed
+        self.seed, self.temperature = seed, temperature
         self.error: Exception | None = None
         self.failed_at = 0
         self.sampler = Sampler(vocab_size, warp=warp, process=process, prompt_lengths=[prompt_length], ends=ends)
@@ -42,6 +44,12 @@ class RowRule:
     def is_greedy(self) -> bool:
         """Whether the row takes the argmax of the logits as they come."""
         return self.seed is None and self.sampler.is_greedy
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row takes the largest logit, or the largest sum of one over a temperature and noise: nothing
+        that captured rounds cannot do."""
+        return self.sampler.is_greedy or (self.seed is not None and self.temperature is not None)
 
     def scores(self, scores: Tensor, row: list[int], guess: Guess | None, judges: bool) -> Tensor:
         """Float32 `[k + 1, vocab]` -> processed; guess: of this one row. judges: it is the target that asks."""
@@ -81,6 +89,11 @@ class RowSampler(Sampler):
     def is_greedy(self) -> bool:
         """Whether every row takes the argmax of its logits."""
         return all(rule.is_greedy for rule in self.rules)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row is, as of `RowRule`."""
+        return all(rule.is_plain for rule in self.rules)
 
     @property
     def do_sample(self) -> bool:

@@ -12,6 +12,8 @@ import hf_mlspec
 from hf_mlspec import Request
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+from hf_mlspec.speculation.rounds.host import HostRounds
+from hf_mlspec.speculation.sampling import drawn_seed
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
 
@@ -49,6 +51,40 @@ def test_requests_that_come_and_go(target, chain, monkeypatch):
                                 assistant_models=[])[0, len(ids) :].tolist()  # fmt: skip
         assert one.error is None
         assert one.new_tokens == (alone if one.finish_reason == "length" else alone[: len(one.new_tokens)])
+
+
+@pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7, 1.3)])
+@pytest.mark.parametrize("chain", ["", "draft", "mxfp4 draft", "prompt_lookup"])
+def test_requests_that_sample_and_greedy_ones_share_captured_rounds(target, chain, temperatures, monkeypatch):
+    """Each answer is that of generate alone with its seed, whoever is beside it, and no round is one of the host."""
+    rng, captured, run = random.Random(7), [], CapturedRounds.run
+    monkeypatch.setattr(CapturedRounds, "run", lambda self, *args: captured.append(self.bucket) or run(self, *args))
+    monkeypatch.setattr(HostRounds, "run", lambda *_: pytest.fail("a round of the host"))
+    draft = near(tiny(**SHAPE), 0.02).cuda()
+    levels = [draft if word == "draft" else word for word in chain.split()]
+    asked = [([rng.randrange(3, 64) for _ in range(rng.choice([1, 5, 9, 30]))], rng.randrange(1, 50),
+              rng.choice([None, *temperatures])) for _ in range(60)]  # fmt: skip
+
+    def options(temperature: float | None) -> dict:
+        own = {"do_sample": False} if temperature is None else {
+            "do_sample": True, "temperature": temperature, "top_k": 0}  # fmt: skip
+        return {**own, "eos_token_id": None}
+
+    def source():
+        for number, (ids, limit, temperature) in enumerate(asked):
+            while rng.random() < 0.2:
+                yield None
+            seed = None if temperature is None else drawn_seed(torch.Generator().manual_seed(number))
+            yield Request(ids, id=number, seed=seed, max_new_tokens=limit, **options(temperature))
+
+    done = {one.id: one for one in hf_mlspec.generate_stream(target, source(), assistant_models=levels, max_batch=8)}
+    assert len(captured) > 1
+    for number, (ids, limit, temperature) in enumerate(asked):
+        torch.manual_seed(number)
+        alone = target.generate(input_ids=torch.tensor([ids], device="cuda"), max_new_tokens=limit,
+                                **options(temperature), assistant_models=[])[0, len(ids) :].tolist()  # fmt: skip
+        assert done[number].error is None
+        assert done[number].new_tokens == alone, (number, temperature)
 
 
 @pytest.mark.parametrize("good", [0, 3])

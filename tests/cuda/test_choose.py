@@ -55,6 +55,17 @@ def test_the_first_of_equals_wins():
     assert ops.choose_rows(logits)[0].tolist() == [0, 700, 3, 0]
 
 
+def test_rows_with_seeds_of_their_own_and_rows_without_noise():
+    logits, (_, streams, positions) = logits_of(6, 5000), noise_of(6)
+    seeds = torch.tensor([3, -5, 3, 1 << 40, 9, 9], device=DEVICE)
+    streams[2] = streams[5] = -1
+    tokens, _ = ops.choose_rows(logits, 0.0, seeds, streams, positions)
+    greedy = ops.choose_rows(logits)[0]
+    for r in range(6):
+        alone = ops.choose_rows(logits[r : r + 1], 0.0, seeds[r : r + 1], streams[r : r + 1], positions[r : r + 1])[0]
+        assert tokens[r] == (greedy[r] if r in (2, 5) else alone[0])
+
+
 @pytest.mark.parametrize("where", [0, 31, 777, 4999])
 def test_nan_is_told(where):
     logits = logits_of(3, 5000)

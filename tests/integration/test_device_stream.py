@@ -20,6 +20,7 @@ from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.host import HostRounds
 from hf_mlspec.speculation.rounds.reading import Reading
+from hf_mlspec.speculation.sampling import drawn_seed
 
 __all__ = ["draft", "rounds", "target"]
 pytestmark = [
@@ -108,14 +109,47 @@ def test_the_same_tokens_whoever_comes_and_goes(target, draft, rounds, on_host):
     assert not on_host
 
 
-def test_a_sampled_request_and_those_beside_it_go_on_step_by_step(target, draft, rounds, on_host):
+def drawing(n: int, temperature: float = 1.0) -> dict:
+    """Arguments of generate for a request that samples, if it is one of an odd number."""
+    return {"do_sample": True, "temperature": temperature, "top_k": 0} if n % 2 else {"do_sample": False}
+
+
+def seed_of(n: int) -> int:
+    return drawn_seed(torch.Generator().manual_seed(n))
+
+
+def drawn_alone(target, n: int, **options) -> list[int]:
+    torch.manual_seed(n)
+    return stepwise(target, {"input_ids": torch.tensor([PROMPTS[n % 7]])}, max_new_tokens=LIMITS[n % 7],
+                    **options)[0, len(PROMPTS[n % 7]) :].tolist()  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [None, {"num_draft_tokens": 4}], ids=["auto", "given"])
+@pytest.mark.parametrize("chain", ["", "draft", "mxfp4 draft", "prompt_lookup"])
+def test_requests_that_sample_and_others_share_captured_rounds(target, draft, rounds, on_host, chain, config):
+    """Each with its seed and its temperature; greedy ones come first, and rounds without noise are left once."""
+    levels = [draft if word == "draft" else word for word in chain.split()]
+    options = [drawing(n, (1.0, 0.6, 1.4)[n // 2 % 3]) if n > 3 else {"do_sample": False} for n in range(21)]
+    expected = [drawn_alone(target, n, **options[n]) for n in range(21)]
+    on_host.clear()
+    rounds.clear()
+    requests = [Request(PROMPTS[n % 7], id=n, seed=seed_of(n) if options[n]["do_sample"] else None,
+                        max_new_tokens=LIMITS[n % 7], **options[n]) for n in range(21)]  # fmt: skip
+    done = written(target, requests, levels, speculation_config=config)
+    assert [done[n].new_tokens for n in range(21)] == expected
+    assert any(expected[n] != expected[n % 7] for n in range(7, 21))  # noise changes something
+    assert rounds
+    assert not on_host
+
+
+def test_a_request_with_a_top_k_and_those_beside_it_go_on_step_by_step(target, draft, rounds, on_host):
     expected = [alone(target, n) for n in range(len(PROMPTS))]
-    sampled = Request(PROMPTS[0], id="sampled", do_sample=True, seed=7, max_new_tokens=9)
+    sampled = Request(PROMPTS[0], id="sampled", do_sample=True, top_k=9, seed=7, max_new_tokens=9)
     own = written(target, [sampled], [draft])["sampled"].new_tokens
     on_host.clear()
     rounds.clear()
     requests = asked()
-    requests.insert(4, Request(PROMPTS[0], id="sampled", do_sample=True, seed=7, max_new_tokens=9))
+    requests.insert(4, Request(PROMPTS[0], id="sampled", do_sample=True, top_k=9, seed=7, max_new_tokens=9))
     done = written(target, requests, [draft])
     assert [done[n].new_tokens for n in range(len(PROMPTS))] == expected
     assert done["sampled"].new_tokens == own
@@ -128,7 +162,7 @@ def test_captured_rounds_come_back_when_nobody_is_under_way(target, rounds, on_h
     kinds = []
 
     def source():
-        for n, options in enumerate(({}, {"do_sample": True, "seed": 1}, {})):
+        for n, options in enumerate(({}, {"do_sample": True, "seed": 1, "top_k": 9}, {})):
             yield Request(PROMPTS[n], id=n, max_new_tokens=5, **options)
 
     stream = hf_mlspec.generate_stream(target, source(), max_batch=1, do_sample=False, eos_token_id=None)
@@ -261,7 +295,7 @@ def test_a_capture_that_fails_behind_rounds_of_the_host_counts_nothing_twice(
         return own(chain, *args, **how)
 
     def source():
-        yield Request(PROMPTS[0], id="sampled", do_sample=True, seed=3, max_new_tokens=20)
+        yield Request(PROMPTS[0], id="sampled", do_sample=True, top_k=9, seed=3, max_new_tokens=20)
         while not done:
             yield None
         yield Request(PROMPTS[1], id="greedy", max_new_tokens=15)

@@ -276,6 +276,17 @@ def test_noise_is_gumbel_and_a_function_of_its_place():
     assert torch.corrcoef(noise).sub(torch.eye(3)).abs().max() < 0.02
 
 
+def test_rows_with_seeds_of_their_own_and_rows_without_noise():
+    logits, streams, positions = seeded(5, 300) * 4, int32(0, 1, -1, 0, -1), int32(7, 7, 8, 9, 9)
+    seeds = torch.tensor([3, -5, 3, 1 << 40, 9])
+    tokens, sure = ops.choose_rows(logits, 2.0, seeds, streams, positions)
+    for r in range(5):
+        one = slice(r, r + 1)
+        noise = () if streams[r] < 0 else (seeds[one], streams[one], positions[one])
+        alone = ops.choose_rows(logits[one], 2.0, *noise)
+        assert (tokens[r], sure[r]) == (alone[0][0], alone[1][0])
+
+
 def test_draws_follow_the_softmax():
     """Chi-square over 20000 draws of 7 tokens: 6 degrees of freedom, beyond 30 in 4 of 100000 tries."""
     count = 20_000
@@ -348,6 +359,7 @@ BAD = [
     ("choose_rows", {"softcap": float("inf")}, ValueError, "softcap is inf"),
     ("choose_rows", {"streams": None}, ValueError, "positions and seed given alone"),
     ("choose_rows", {"seed": int32(5)}, TypeError, "seed is (torch.int32, expected torch.int64|Int, expected Long)"),
+    ("choose_rows", {"seed": torch.tensor([5, 6, 7])}, ValueError, r"seed has shape \[3\], expected \[1\], or one"),
     ("choose_rows", {"positions": int32(1)}, ValueError, r"positions has shape \[1\], expected \[2\]"),
 ]  # fmt: skip
 

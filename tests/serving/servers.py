@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
 import threading
 import time
 from typing import Any
 
 import torch
-import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
+from hf_mlspec.serving.backend_end import BackendEnd
+from hf_mlspec.serving.http_server import HttpServer
 from hf_mlspec.serving.limits import Limits
-from hf_mlspec.serving.server import Options, Server, listen, serve_model
+from hf_mlspec.serving.server import Options, listen, serve_model
 
 TARGET, DRAFT = map(str, hf_mlspec.demo_pair())
 PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -43,33 +45,37 @@ class Alone:
 
 
 class Running:
-    """A server in threads of this process, from `with` to its end."""
+    """A server from `with` to its end: both ends of its connection in threads of this process, so that tests can look
+    at the backend, and let its model fail."""
 
     def __init__(self, levels: list[Any] | None = None, slots: int = 4, keys: list[str] | None = None,
                  grace: float = 5.0, every: float = 0.04, **limits: Any) -> None:
         self.model, tokenizer = loaded()
         self.chat_tokenizer = tokenizer
-        options = Options("demo", slots, keys or [], Limits(**{"new_tokens": 200, **limits}), every=every)
-        self.served = serve_model(self.model, tokenizer, ["mxfp4", DRAFT] if levels is None else levels, options)
-        self.backend, self.listening = self.served.backend, listen("127.0.0.1", 0)
+        self.levels = ["mxfp4", DRAFT] if levels is None else levels
+        self.options = Options("demo", slots, keys or [], Limits(**{"new_tokens": 200, **limits}), every=every,
+                               grace=grace)
+        own, other = multiprocessing.Pipe()
+        self.end, self.listening = BackendEnd(own), listen("127.0.0.1", 0)
         self.port = self.listening.getsockname()[1]
-        config = uvicorn.Config(self.served.app, log_level="error", timeout_graceful_shutdown=int(grace) + 5)
-        self.uvicorn = Server(config, self.backend, grace)
-        self._thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.listening]})
+        self.http = HttpServer(self.options.setup(self.model, tokenizer), other, log_level="error")
+        self._thread = threading.Thread(target=self.http.run, kwargs={"sockets": [self.listening]})
 
     def __enter__(self) -> Running:
-        self.backend.start()
+        backend_tokenizer = AutoTokenizer.from_pretrained(TARGET)  # a tokenizer is nothing for two threads
+        self.backend = serve_model(self.model, backend_tokenizer, self.levels, self.options, self.end)
         self._thread.start()
-        while not self.uvicorn.started:
-            time.sleep(0.01)
+        assert self.end.ready.wait(60)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.uvicorn.should_exit = True
+        self.http.should_exit = True
         self._thread.join(30)
         self.backend.cancel()
         assert self.backend.join(30)
         assert not self._thread.is_alive()
+        self.http.backend.connection.close()
+        assert self.end.join(30)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer
 from transformers.cli.serving.utils import (
     ReasoningText,
     ToolCall,
@@ -19,10 +19,12 @@ from transformers.cli.serving.utils import (
 
 from hf_mlspec.serving.chat import Chat, Message
 from hf_mlspec.serving.completions import Completions
+from hf_mlspec.serving.messages import Facts
 from hf_mlspec.serving.pieces import Cut, ParsedPieces
 
 QWEN = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))  # transformers has a response template for it
-PLAIN = SimpleNamespace(config=LlamaConfig())  # and none for it
+FACTS = Facts("qwen3", 2**31, 258, False)
+PLAIN = Facts("llama", 2048, 258, False)  # and none for it
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}\n</tool_call>'
 ANSWERS = {
     "text": "Just a text.", "reasoning": "<think>\nHm, 3 < 4.\n</think>\n\nYes.", "call": CALL,
@@ -88,13 +90,13 @@ def test_answers_are_written_with_a_tokenizer_that_reads_no_prompts(saved_model)
     """Prompts are read in another thread meanwhile."""
     reading, writing = (AutoTokenizer.from_pretrained(saved_model) for _ in range(2))
     ids = reading("An answer.")["input_ids"]
-    assert Chat(QWEN, reading, writing).pieces({}, ids, []).tokenizer is writing._tokenizer
+    assert Chat(FACTS, reading, writing).pieces({}, ids, []).tokenizer is writing._tokenizer
     assert Chat(PLAIN, reading, writing).pieces({}, ids, []).text.tokenizer is writing
     assert Completions(PLAIN, reading, writing).pieces({}, ids, []).text.tokenizer is writing
 
 
 def test_a_prompt_without_the_templates_anchor_is_not_part_of_the_answer(saved_model):
     tokenizer = AutoTokenizer.from_pretrained(saved_model)
-    pieces = Chat(QWEN, tokenizer, tokenizer).pieces({}, tokenizer("a plain prompt\n")["input_ids"], [])
+    pieces = Chat(FACTS, tokenizer, tokenizer).pieces({}, tokenizer("a plain prompt\n")["input_ids"], [])
     shown = pieces.add(tokenizer("An answer.")["input_ids"]) + pieces.rest()
     assert "".join(shown) == "An answer."

@@ -73,16 +73,17 @@ def test_a_stream_that_is_left_in_its_middle_leaves_the_others_alone(server, alo
 
 
 def test_who_does_not_read_holds_nobody_up_and_is_let_go():
-    with Running(seconds=1.0, new_tokens=400) as server:
+    with Running(seconds=2.0, new_tokens=400) as server:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect(("127.0.0.1", server.port))
-        content = json.dumps({**LONG, "max_tokens": 60, "stream": True, "logprobs": 20, "n": 4}).encode()
-        slow.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        content = json.dumps({**LONG, "max_tokens": 200, "stream": True, "logprobs": 20, "n": 3}).encode()
+        slow.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}"
+                     "\r\n\r\n".encode() + content)
         server.until(lambda: server.backend.running > 0)
         begin = time.monotonic()
-        status, found = server.ask(TEXT, {**LONG, "max_tokens": 20})
-        assert (status, found["usage"]["completion_tokens"]) == (200, 20)
+        status, found = server.ask(TEXT, {**LONG, "max_tokens": 5})
+        assert (status, found["usage"]["completion_tokens"]) == (200, 5)
         assert time.monotonic() - begin < 5
         slow.settimeout(30)
         read = 0

@@ -22,6 +22,8 @@ import hf_mlspec
 from hf_mlspec import Draft
 from hf_mlspec.speculation.checker import Checker
 
+psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+
 TEXT = "/v1/completions"
 LONG = {"prompt": "def fib(n):", "max_tokens": 200, "logit_bias": {"1": -100}, "return_token_ids": True}
 
@@ -135,7 +137,7 @@ def test_at_the_end_running_answers_end_or_are_told(alone, grace, tokens):
     with Running(slots=2, grace=grace, new_tokens=1000) as server, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(server.ask, TEXT, {**body, "stream": n % 2 == 0}) for n in range(6)]
         server.until(lambda: server.backend.running == 2 and server.backend.waiting == 4)
-        server.uvicorn.should_exit = True
+        server.http.should_exit = True
         found = [one.result() for one in asked]
     statuses = [status for status, _ in found]
     if grace > 1:
@@ -190,9 +192,52 @@ def test_the_command_serves_and_a_signal_ends_it(command):
     assert time.monotonic() - begin < 15
 
 
-def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command):
+def test_a_folder_that_does_not_exist_is_said_before_anything_is_imported():
+    code = ("import sys; from mlspec_cli.start import main\n"
+            "try: main(['serve', 'no/such/folder'])\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'hf_mlspec' in sys.modules)")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert found.stdout == "2 False False\n"
+    (line,) = found.stderr.splitlines()
+    assert "model folder 'no/such/folder' does not exist" in line
+
+
+def http_process(process: subprocess.Popen) -> psutil.Process:
+    """The child that speaks HTTP; multiprocessing has another one, which keeps its own house."""
+    return next(one for one in psutil.Process(process.pid).children() if "spawn_main" in " ".join(one.cmdline()))
+
+
+def begun(port: int) -> http.client.HTTPResponse:
+    """A stream whose first event was read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {**LONG, "max_tokens": 400, "stream": True}
+    connection.request("POST", TEXT, json.dumps(body), {"Authorization": "Bearer secret"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+def test_clients_are_told_when_the_process_that_decodes_dies(command):
+    process, port = command
+    response, other = begun(port), http_process(process)
+    process.kill()
+    assert b'"code": "decoding_failed"' in response.read().splitlines()[-2]
+    other.wait(20)
+
+
+def test_the_server_ends_when_the_process_that_speaks_http_dies(command):
+    process, port = command
+    response = begun(port)
+    http_process(process).kill()
+    with pytest.raises((http.client.IncompleteRead, OSError)):
+        response.read()
+    assert process.wait(20) == 2
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command, tmp_path):
+    """The folder holds no model."""
     _, port = command
-    words = [sys.executable, "-m", "mlspec_cli", "serve", "nowhere", "--port", str(port)]
+    words = [sys.executable, "-m", "mlspec_cli", "serve", str(tmp_path), "--port", str(port)]
     found = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.splitlines() == [f"mlspec serve: cannot listen on 127.0.0.1 port {port}: Address already in "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ from servers import Running
 
 from hf_mlspec import Completion, NewTokens
 from hf_mlspec.serving.backend import Backend, Ticket
+from hf_mlspec.serving.messages import Ended, News
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODY = {"prompt": "def fib(n):", "max_tokens": 60, "logit_bias": {"1": -100}, "return_token_ids": True}
@@ -41,18 +40,16 @@ def test_what_short_rounds_bring_comes_together(alone, every, levels):
         assert sum("token_ids" in part for part in own) == len(told)
 
 
-class Loop:
-    """An event loop that notes how often it is called into."""
+class Heard(dict):
+    """What was told, by the name of the ticket, and in how many calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def is_closed(self) -> bool:
-        return False
-
-    def call_soon_threadsafe(self, what, *given) -> None:
+    def __call__(self, news: list[News]) -> None:
         self.calls += 1
-        what(*given)
+        for one in news:
+            self.setdefault(one.number, []).append(one)
 
 
 @pytest.fixture
@@ -63,14 +60,15 @@ def telling(monkeypatch):
     wrote = []
     watch = SimpleNamespace(began=lambda ticket: None, ended=lambda ticket, now: None,
                             wrote=lambda levels, passes: wrote.append((sum(levels.values()), passes)))  # fmt: skip
-    return Backend(None, None, [], watch=watch), clock, wrote
+    heard = Heard()
+    return Backend(None, None, [], watch=watch, tell=heard), clock, wrote, heard
 
 
-def tickets(backend: Backend, loop, heard: dict, **every: float | None) -> list[Ticket]:
+def tickets(backend: Backend, **every: float | None) -> list[Ticket]:
     """One for each name, that the backend decodes."""
     made = []
     for name, seconds in every.items():
-        made.append(Ticket([5], loop, lambda news, name=name: heard.setdefault(name, []).append(news), seconds))
+        made.append(Ticket(name, [5], seconds))
         backend._live[id(made[-1])] = made[-1]
     return made
 
@@ -79,29 +77,33 @@ def gains(ticket: Ticket, *tokens: int) -> NewTokens:
     return NewTokens(ticket, list(tokens), levels=[None] * len(tokens))
 
 
-def test_a_round_is_one_call_into_an_event_loop_whatever_it_brought(telling):
-    backend, clock, wrote = telling
-    loop, heard = Loop(), {}
-    fast, slow, whole = tickets(backend, loop, heard, fast=0.0, slow=0.1, whole=None)
+def test_a_round_is_one_call_whatever_it_brought(telling):
+    backend, clock, wrote, heard = telling
+    fast, slow, whole = tickets(backend, fast=0.0, slow=0.1, whole=None)
     for number in range(30):
         clock.now += 0.01
         backend._tell([gains(one, number) for one in (fast, slow, whole)])
-    assert loop.calls == 30
+    assert heard.calls == 30
     assert [news.tokens for news in heard["fast"]] == [[number] for number in range(30)]
     assert heard["slow"][0].tokens == [0]
     assert [len(news.tokens) for news in heard["slow"][1:]] == [9, 9, 9]  # another round would be more than 0.1 s
     assert "whole" not in heard
-    end = Completion(whole, [], list(range(30)), "length")
-    backend._tell([end])
-    assert [(news.tokens, news.end) for news in heard["whole"]] == [(list(range(30)), end)]
+    backend._tell([Completion(whole, [], list(range(30)), "length")])
+    assert [(news.tokens, news.end) for news in heard["whole"]] == [(list(range(30)), Ended("length"))]
     assert backend.running == 2
     assert tuple(map(sum, zip(*wrote, strict=True))) == (90, 90)
 
 
+def test_levels_are_told_to_whom_they_matter(telling):
+    backend, _, _, heard = telling
+    plain, coloured = Ticket("plain", [5]), Ticket("coloured", [5], levels=True)
+    backend._tell([NewTokens(one, [7, 8], levels=["mxfp4", None]) for one in (plain, coloured)])
+    assert [heard[name][0].levels for name in ("plain", "coloured")] == [[], ["mxfp4", None]]
+
+
 def test_what_nobody_hears_of_yet_is_counted_once_a_second(telling):
-    backend, clock, wrote = telling
-    loop, heard = Loop(), {}
-    (whole,) = tickets(backend, loop, heard, whole=None)
+    backend, clock, wrote, heard = telling
+    (whole,) = tickets(backend, whole=None)
     backend._counted = clock.now
     for number in range(35):
         clock.now += 0.125
@@ -111,26 +113,9 @@ def test_what_nobody_hears_of_yet_is_counted_once_a_second(telling):
 
 
 def test_rounds_longer_than_the_time_between_events_are_told_at_once(telling):
-    backend, clock, _ = telling
-    loop, heard = Loop(), {}
-    (one,) = tickets(backend, loop, heard, one=0.04)
+    backend, clock, _, heard = telling
+    (one,) = tickets(backend, one=0.04)
     for number in range(5):
         clock.now += 0.05
         backend._tell([gains(one, number)])
     assert [news.tokens for news in heard["one"]] == [[0], [1], [2], [3], [4]]
-
-
-def test_each_event_loop_hears_of_its_own(telling):
-    backend, found = telling[0], []
-
-    async def ask() -> None:
-        heard = asyncio.Queue()
-        ticket = Ticket([5], asyncio.get_running_loop(), lambda news: heard.put_nowait((threading.get_ident(), news)))
-        backend._live[id(ticket)] = ticket
-        await asyncio.to_thread(backend._tell, [gains(ticket, 7)])
-        thread, news = await heard.get()
-        found.append((thread == threading.get_ident(), news.tokens))
-
-    for _ in range(2):
-        asyncio.run(ask())
-    assert found == [(True, [7])] * 2

@@ -148,4 +148,4 @@ def test_what_takes_too_long_is_504_and_gives_its_slot_back():
         last = server.stream(TEXT, body)[-1]
         assert last["error"]["code"] == "timeout"
         server.until(lambda: server.backend.running == 0)
-        assert server.ask(TEXT, GOOD)[0] == 200
+        server.until(lambda: server.ask(TEXT, GOOD)[0] == 200)  # at once, unless the machine is busy

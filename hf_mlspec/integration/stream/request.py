@@ -17,7 +17,7 @@ from ...speculation.sampling import drawn_seed
 from ...speculation.stats import LevelStats, SpeculationStats
 from ..call import Call, check
 from ..hook import prepare_call
-from ..processing import Prompts, Stopping, split_processors
+from ..processing import Prompts, Stopping, split_processors, temperature_of
 from .repeated import Repeated
 
 _OWN = ("seed", "streamer", "id", "logprobs")
@@ -225,7 +225,8 @@ class Preparation:
             seed = None
         elif seed is None:
             seed = drawn_seed()
-        return RowRule(self.vocab_size, prompt_length=length, seed=seed, warp=warp, process=process, ends=ends)
+        return RowRule(self.vocab_size, prompt_length=length, seed=seed, warp=warp, process=process, ends=ends,
+                       temperature=temperature_of(call.processors))
 
     def _input_ids(self, prompt: Any) -> Tensor:
         """int64 `[1, n]`, where the user has them."""

@@ -1,13 +1,13 @@
 """Do the rows of a stream run in captured rounds, or step by step on the host?
 
-Captured rounds know one rule for all rows, the greedy one, tell tokens alone, and need memory of their own. Where a
-request asks for more, such as log probabilities, or memory is short, all rows go on step by step; a stream without
-rows under way may come back.
+Captured rounds take the largest logits, or the largest with the noise of a row's own seed, tell tokens alone, and need
+memory of their own. Where a request asks for more, such as log probabilities or a top-p, or memory is short, all rows
+go on step by step; a stream without rows under way may come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -21,6 +21,7 @@ from ...speculation.rounds.beginning import Beginnings
 from ...speculation.rounds.caches import disown
 from ...speculation.rounds.chain import CapturedChain
 from ...speculation.rounds.rounds import NoRoom
+from ...speculation.rounds.state import Noise
 from ...speculation.stats import SpeculationStats
 from ..call import loop_over
 from ..capture import captured
@@ -32,19 +33,23 @@ from .request import Admitted
 class StreamRounds:
     """The loop over a chain in which the rows of a stream are, one after another where the kind of rounds changes.
 
-    max_batch: rows that captured rounds have room for. begun: what was read of rows before they join. loop: the
-    present one. is_captured: whether its rounds are.
+    max_batch: rows that captured rounds have room for. begun: what was read of rows before they join. live: those that
+    have a slot, by number. loop: the present one. is_captured: whether its rounds are.
     """
 
     def __init__(
         self, chain: Chain, device: torch.device, max_batch: int, stop: Stop, emit: Emit, begun: Beginnings,
+        live: Mapping[int, Admitted],
     ):  # fmt: skip
-        self.chain, self.device, self.max_batch = chain, device, max_batch
+        self.chain, self.device, self.max_batch, self._live = chain, device, max_batch, live
         self.how, self.begun = {"stop": stop, "emit": emit}, begun
         self._failures: list[str] = []
         self._suspected: Exception | None = None  # what may have been a level's error, or the target's
         self._broken = False  # the present loop cannot go on
         self.is_captured = False
+        # Where logits are capped a row without a temperature is alone chosen in a pass that caps and divides nothing.
+        self._divides = not getattr(getattr(chain.target.runner, "decoder", None), "logit_softcap", 0)
+        self._samples = False  # whether a row of captured rounds ever did: rounds without noise are not come back to
         self._before = SpeculationStats()  # of the loops before the present one
         self._held = ExitStack()  # the captured chain
         # Rows of this many tokens cannot be in captured rounds.
@@ -70,6 +75,8 @@ class StreamRounds:
         if not self.is_captured:
             return self.loop.rounds is not None and (bool(going) or not self._can_capture(joining))
         refusal = self.loop.rounds.refusal
+        if not self._samples and any(map(_samples, joining)):
+            return False
         return self._can_capture(joining) and not any(refusal(_end(one)) for one in joining)
 
     def begin(self, rows: Sequence[Admitted], numbers: list[int]) -> None:
@@ -147,18 +154,28 @@ class StreamRounds:
                 raise
 
     def _can_capture(self, rows: Sequence[Admitted]) -> bool:
-        return bool(rows) and all(_is_plain(one) and _end(one) < self._too_long for one in rows)
+        return bool(rows) and all(self._is_plain(one) and _end(one) < self._too_long for one in rows)
+
+    def _is_plain(self, one: Admitted) -> bool:
+        """Whether captured rounds choose the row's tokens, and nobody asks for its logits."""
+        rule = one.rule
+        chosen = rule.is_plain if self._divides else rule.sampler.is_greedy
+        return chosen and one.request.logprobs is None
 
     def _captured(self, rows: Sequence[Admitted]) -> Loop | None:
         chain, longest = self.chain, max(map(_end, rows))
         chain.steering = None  # of rounds of the host before
         how = {"rows": [one.row for one in rows], "new_tokens": max(one.left for one in rows)}
-        found = self._held.enter_context(captured(chain, LogitsProcessorList(), **how, stream_of=self.max_batch))
+        self._samples = self._samples or any(map(_samples, rows))
+        how |= {"stream_of": self.max_batch, "sampled": self._samples, "divided": self._samples and self._divides}
+        found = self._held.enter_context(captured(chain, LogitsProcessorList(), **how))
         if found is None:
             self.close()
             self._too_long = longest
             return None
-        return self._loop(found)
+        loop = self._loop(found)
+        loop.rounds.noise = partial(_noise, self._live)
+        return loop
 
     def _on_host(self, rows: Sequence[Admitted]) -> Loop:
         self.chain.target.start(len(rows), self.device)
@@ -197,9 +214,15 @@ class StreamRounds:
         return () if self.chain.steering is None else self.chain.steering.active
 
 
-def _is_plain(one: Admitted) -> bool:
-    """Whether the row takes the largest logits, and nobody asks for them."""
-    return one.rule.is_greedy and one.request.logprobs is None
+def _samples(one: Admitted) -> bool:
+    """Whether the row has noise."""
+    return one.rule.seed is not None
+
+
+def _noise(live: Mapping[int, Admitted], number: int) -> Noise:
+    """How a row samples: as its request alone does, as its first row."""
+    rule = live[number].rule
+    return Noise() if rule.seed is None else Noise(rule.seed, 0, rule.temperature)
 
 
 def _end(one: Admitted) -> int:

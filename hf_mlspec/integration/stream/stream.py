@@ -129,7 +129,8 @@ class _Stream:
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
         self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
         self.device = next(model.parameters()).device
-        self.rounds = StreamRounds(chain, self.device, max_batch, self._stop, self._emit, prompts.begun)
+        self.rounds = StreamRounds(chain, self.device, max_batch, self._stop, self._emit, prompts.begun,
+                                   live)
         prompts.on_failure = self.rounds.leave_out
 
     def completions(self) -> Iterator[Completion | NewTokens]:

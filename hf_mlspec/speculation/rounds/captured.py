@@ -24,8 +24,7 @@ from .program import NOT_CHECKED, RoundProgram
 from .reading import Reading, by_length, read
 from .report import tell, tell_steps, told
 from .rounds import NoRoom
-
-_NO_SEED = 0
+from .state import Noise
 
 
 class CapturedRounds:
@@ -33,9 +32,9 @@ class CapturedRounds:
 
     planning: chooses the program of every round of a chain that is planned; None: all are the chain's own.
     bucket: rows that a round is launched for. places: of every row its line in the chain's state, below the bucket.
-    seed: of the noise all levels share. script: int32 ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of every
-    check to come for the rows that start, of the target first, given instead of found; the chain was made for as many
-    script_rounds. Rows that join later have none: nothing is drafted for them.
+    noise: how the row of a number samples. script: int32 ``[levels - 1, rows, rounds, 2]``: (drafted, accepted) of
+    every check to come for the rows that start, of the target first, given instead of found; the chain was made for as
+    many script_rounds. Rows that join later have none: nothing is drafted for them.
     Seconds of levels cannot be told apart inside a graph: target_seconds of the stats is the device's time for whole
     rounds, those of levels are 0.
     """
@@ -51,7 +50,8 @@ class CapturedRounds:
     ):
         self.chain, self.target, self.drafter, self.script = chain, target, drafter, script
         self.planning, self.program = planning, chain.program  # of the round that was launched last
-        self.seed = target.sampler.seed if chain.program.sampled else _NO_SEED
+        # Of a call; a stream says itself how its rows sample.
+        self.noise = partial(Noise, target.sampler.seed or 0) if chain.program.sampled else lambda _: Noise()
         self.checkers, self.drafters = checkers(target, drafter), drafters(drafter)
         self.bucket, self.places, self.drafted, self.drafted_by = 0, [], [], None
         self._ends: list[int] = []
@@ -69,7 +69,7 @@ class CapturedRounds:
         """Prefill the target's cache with all but the last token of every row; see `Rounds.start`."""
         self.bucket = bucket_of(len(rows))
         self._seconds_before = self.chain.graphs.seconds
-        self.chain.state.clear(self.seed)
+        self.chain.state.clear()
         for drafter in self.drafters:
             drafter.stats.reset()
         self._ends, self._rooms = list(ends), [end - len(row) for row, end in zip(rows, ends, strict=True)]
@@ -248,7 +248,7 @@ class CapturedRounds:
         order = sorted(range(len(rows)), key=places.__getitem__)
         at, lines = [places[r] for r in order], [rows[r] for r in order]
         until = [min(ends[r], self.chain.slots) for r in order]
-        self.chain.state.load(at, lines, until, [numbers[r] for r in order])
+        self.chain.state.load(at, lines, until, [self.noise(numbers[r]) for r in order])
         held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
         read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
 

@@ -37,24 +37,24 @@ class CapturedChain:
 
     planned: a controller chooses the program of every round; `program` is then that of the target alone. seen: slots
     that a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. single:
-    one step of the target, for the last tokens of a call.
+    one step of the target, for the last tokens of a call. sampled, warp, divided: as of `RoundProgram`.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
-                 warp: Callable[[Tensor], Tensor] | None = None, script_rounds: int = 0, planned: bool = False,
-                 seen: int = 0):
+                 warp: Callable[[Tensor], Tensor] | None = None, divided: bool = False, script_rounds: int = 0,
+                 planned: bool = False, seen: int = 0):
         self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
         self.script_rounds, self.planned, self.seen = script_rounds, planned, seen
-        self._sampling = sampled, warp
+        self._sampling = sampled, warp, divided
         self._programs: dict[Plan, RoundProgram] = {}
-        self.single = RoundProgram(levels[:1], sampled, warp, active=(), steps=1)
+        self.single = RoundProgram(levels[:1], *self._sampling, active=(), steps=1)
         self.idle_seconds = 0.0  # of steps behind the last token of a call, which `single` would have saved
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
         alone = off((len(levels) - 1) * (2 if seen else 1))
-        self.program = self.program_of(alone) if planned else RoundProgram(levels, sampled, warp)
+        self.program = self.program_of(alone) if planned else RoundProgram(levels, *self._sampling)
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
@@ -159,20 +159,22 @@ def bucket_of(rows: int) -> int:
 def borrowed(
     models: list[nn.Module], levels: list[Level], *,
     rows: int, slots: int, sampled: bool = False, warp: Callable[[Tensor], Tensor] | None = None, warp_key: str = "",
-    planned: bool = False, seen: int = 0, stream_of: int = 0,
+    divided: bool = False, planned: bool = False, seen: int = 0, stream_of: int = 0,
 ) -> Iterator[CapturedChain | None]:  # fmt: skip
     """A chain for one call, its first graph captured; None, with one warning, without memory for it, or inside another
     call on the same chain.
 
-    models: of the levels, the target first; kept chains of any of them are freed. warp_key: `warp` in words. planned,
-    seen: as of `CapturedChain`. stream_of: rows that the chain of a stream has room for; calls do not share it, and
-    nobody waits for it; 0: a call.
+    models: of the levels, the target first; kept chains of any of them are freed. warp_key: `warp` in words. divided,
+    planned, seen: as of `CapturedChain`. stream_of: rows that the chain of a stream has room for; calls do not share
+    it, and nobody waits for it; 0: a call.
     """
-    key = (id(levels[0].decoder), sampled, warp_key, planned, seen, stream_of > 0, *(_key(level) for level in levels))
+    how = sampled, warp_key, divided, planned, seen, stream_of > 0
+    key = (id(levels[0].decoder), *how, *(_key(level) for level in levels))
 
     def build(batch: int, slots: int) -> CapturedChain:
         own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
-        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, planned=planned, seen=seen)
+        return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, divided=divided, planned=planned,
+                             seen=seen)
 
     chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build, stream_of)
     if chain is None:

@@ -7,6 +7,7 @@ from ..draft import Drafter
 from ..drafters.checked import CheckedDrafter
 from ..drafters.model import ModelDrafter
 from ..drafters.prompt_lookup import PromptLookup
+from ..row_sampling import RowSampler
 from ..sampling import Sampler
 from .program import MOST_PASSES, Level, LookupLevel, RoundLevel, rounds_of
 
@@ -94,7 +95,7 @@ def _below(drafter: Drafter, longest: int) -> Level:
 def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if not runner.can.capturable:
         raise NotCaptured(f"{name} runs module by module")
-    if type(sampler) is not Sampler and not sampler.is_greedy:
+    if type(sampler) is not Sampler and not (isinstance(sampler, RowSampler) and sampler.is_plain):
         raise NotCaptured("rows have settings of their own")
     if sampler.reads_tokens:
         raise NotCaptured("logits processors read the tokens before a position")

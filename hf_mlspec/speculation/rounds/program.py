@@ -76,10 +76,10 @@ class RoundProgram:
     """The steps of a round over `levels`, the target first.
 
     sampled: tokens are those of logits plus the noise that all levels share (sampling.py); warp: what is done to
-    float32 logits ``[n, vocab]`` before, None for nothing. most: for each level below the target what its own `most`
-    says otherwise. active: the numbers of those levels in their chain, 0 for the one below the
-    target. steps: tokens of a round of the target alone. draft_window: of all levels below the target, where they have
-    none of their own.
+    float32 logits ``[n, vocab]`` before, None for nothing; divided: they are divided by temperatures of rows. most:
+    for each level below the target what its own `most` says otherwise. active: the numbers of those levels in their
+    chain, 0 for the one below the target. steps: tokens of a round of the target alone. draft_window: of all levels
+    below the target, where they have none of their own.
     """
 
     def __init__(
@@ -87,13 +87,14 @@ class RoundProgram:
         levels: list[Level],
         sampled: bool = False,
         warp: Callable[[Tensor], Tensor] | None = None,
+        divided: bool = False,
         *,
         most: Sequence[int] | None = None,
         active: Sequence[int] | None = None,
         steps: int = UNROLLED,
         draft_window: int = 0,
     ):
-        self.levels, self.sampled, self.warp = levels, sampled, warp
+        self.levels, self.sampled, self.warp, self.divided = levels, sampled, warp, divided
         self.most = [1, *([level.most for level in levels[1:]] if most is None else most)]
         self.active = tuple(range(len(levels) - 1) if active is None else active)
         # Of each level; a lookup reads no cache.
@@ -215,8 +216,20 @@ class RoundProgram:
         if not self.sampled:
             return ops.choose_rows(logits, cap)
         each = len(positions) // len(state.streams)
-        streams = state.streams[:, None].expand(-1, each).reshape(-1).contiguous()
-        return ops.choose_rows(logits, cap, state.seed, streams, positions)
+
+        def of_positions(rows: Tensor) -> Tensor:
+            return rows[:, None].expand(-1, each).reshape(-1).contiguous()
+
+        if self.divided:
+            logits, cap = _over(soft_capped(logits.float(), cap), of_positions(state.temperatures)), 0.0
+        seeds, streams = of_positions(state.seeds), of_positions(state.streams)
+        return ops.choose_rows(logits, cap, seeds, streams, positions)
+
+
+def _over(scores: Tensor, temperatures: Tensor) -> Tensor:
+    """Every line over its temperature, with the bits that torch gives it for a single number: on a GPU it multiplies
+    by the reciprocal."""
+    return scores * temperatures.reciprocal()[:, None] if scores.is_cuda else scores / temperatures[:, None]
 
 
 def rounds_of(wanted: int, below: int) -> int:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Noise(NamedTuple):
+    """How a row samples: with the noise of this stream of a seed, which is added to logits over a temperature; a
+    stream of -1: it does not."""
+
+    seed: int = 0
+    stream: int = -1
+    temperature: float = 1.0
 
 
 @dataclass
@@ -15,9 +25,9 @@ class RoundState:
 
     tokens ``[batch, slots]``. lengths, active, ends ``[levels, batch]``: of the target (level 0) how many tokens it
     has accepted, whether the row goes on and the length it may reach; of a level below it the same for its guesses.
-    failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise. seed int64
-    ``[1]``. script ``[levels, batch, rounds, 2]`` and cursor ``[levels, batch]``: verdicts to be given instead of
-    found, None to find them.
+    failed, streams ``[batch]``: the level (from 1) whose logits held NaN; the number of the row's noise, -1 for none.
+    seeds int64, temperatures float32 ``[batch]``: of that noise (`Noise`). script ``[levels, batch, rounds, 2]`` and
+    cursor ``[levels, batch]``: verdicts to be given instead of found, None to find them.
     """
 
     tokens: Tensor
@@ -26,7 +36,8 @@ class RoundState:
     ends: Tensor
     failed: Tensor
     streams: Tensor
-    seed: Tensor
+    seeds: Tensor
+    temperatures: Tensor
     script: Tensor | None = None
     cursor: Tensor | None = None
 
@@ -43,7 +54,8 @@ class RoundState:
             zeros(batch, slots),
             *(zeros(levels, batch) for _ in range(3)),
             *(zeros(batch) for _ in range(2)),
-            zeros(1, dtype=torch.int64),
+            zeros(batch, dtype=torch.int64),
+            zeros(batch, dtype=torch.float32) + 1,
             zeros(levels, batch, script_rounds, 2) if script_rounds else None,
             zeros(levels, batch) if script_rounds else None,
         )
@@ -54,33 +66,40 @@ class RoundState:
         return RoundState(
             self.tokens[:batch],
             *(vector[:, :batch] for vector in (self.lengths, self.active, self.ends)),
-            *(vector[:batch] for vector in (self.failed, self.streams)),
-            self.seed,
+            *(vector[:batch] for vector in (self.failed, self.streams, self.seeds, self.temperatures)),
             None if script is None else script[:, :batch],
             None if cursor is None else cursor[:, :batch],
         )
 
-    def clear(self, seed: int) -> None:
-        """No row takes part, and those to come draw from noise of this seed."""
-        for tensor in (self.lengths, self.active, self.ends, self.failed, self.streams, self.script, self.cursor):
+    def clear(self) -> None:
+        """No row takes part."""
+        for tensor in (self.lengths, self.active, self.ends, self.failed, self.streams, self.seeds, self.script,
+                       self.cursor):  # fmt: skip
             if tensor is not None:
                 tensor.zero_()
-        self.seed.fill_(seed)
 
     def load(
-        self, places: Sequence[int], rows: Sequence[Sequence[int]], ends: Sequence[int], streams: Sequence[int]
-    ) -> None:
+        self, places: Sequence[int], rows: Sequence[Sequence[int]], ends: Sequence[int],
+        noises: Sequence[Noise],
+    ) -> None:  # fmt: skip
         """Put rows into these places, from their beginning; the script says nothing of them."""
         count, width, lengths = len(rows), max(map(len, rows)), list(map(len, rows))
+        seeds, streams, temperatures = zip(*noises, strict=True)
         packed = [*places, *lengths, *(int(n < end) for n, end in zip(lengths, ends, strict=True)), *ends, *streams]
         for row in rows:
             packed += [*row, *[0] * (width - len(row))]
-        sent = torch.tensor(packed, dtype=torch.int32).to(self.tokens.device)  # one copy: the host waits for each
+        keys = torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64) for seed in seeds])
+        parts = keys, torch.tensor(temperatures, dtype=torch.float32), torch.tensor(packed, dtype=torch.int32)
+        both = torch.cat([part.view(torch.int32) for part in parts])
+        sent = both.to(self.tokens.device)  # one copy: the host waits for each
+        keys, heat, sent = sent[: 2 * count].view(torch.int64), sent[2 * count : 3 * count], sent[3 * count :]
         index, *lines = sent[: 5 * count].view(5, count)
         index = index.long()
         for tensor, line in zip((self.lengths[0], self.active[0], self.ends[0], self.streams), lines, strict=True):
             tensor.index_copy_(0, index, line)
         self.tokens[:, :width].index_copy_(0, index, sent[5 * count :].view(count, width))
+        self.seeds.index_copy_(0, index, keys)
+        self.temperatures.index_copy_(0, index, heat.view(torch.float32))
         self.failed.index_fill_(0, index, 0)
         for tensor in (self.script, self.cursor):
             if tensor is not None:
@@ -99,9 +118,8 @@ class RoundState:
         """What a smaller state holds, its rows in the same places."""
         rows, slots = other.tokens.shape
         self.tokens[:rows, :slots] = other.tokens
-        self.seed.copy_(other.seed)
-        for mine, theirs in ((self.failed, other.failed), (self.streams, other.streams)):
-            mine[:rows] = theirs
+        for name in ("failed", "streams", "seeds", "temperatures"):
+            getattr(self, name)[:rows] = getattr(other, name)
         for name in ("lengths", "active", "ends", "script", "cursor"):  # of every level
             if (theirs := getattr(other, name)) is not None:
                 getattr(self, name)[:, :rows] = theirs
@@ -111,7 +129,7 @@ class RoundState:
         index = torch.tensor(places, device=self.tokens.device)
         for tensor, axis in (
             (self.tokens, 0), (self.lengths, 1), (self.active, 1), (self.ends, 1), (self.failed, 0), (self.streams, 0),
-            (self.script, 1), (self.cursor, 1),
+            (self.seeds, 0), (self.temperatures, 0), (self.script, 1), (self.cursor, 1),
         ):  # fmt: skip
             if tensor is not None:
                 tensor.narrow(axis, 0, len(places)).copy_(tensor.index_select(axis, index))

@@ -120,7 +120,8 @@ void check_noise(const char* op, int64_t n, const Maybe& seed, const Maybe& stre
                     "given alone; noise needs seed, streams and positions");
   if (!seed) return;
   check_dtype(op, "seed", *seed, at::kLong);
-  check_shape(op, "seed", *seed, {1});
+  TORCH_CHECK_VALUE(seed->dim() == 1 && (seed->size(0) == 1 || seed->size(0) == n), op, ": seed has shape ", seed->sizes(),
+                    ", expected [1], or one for each of ", n, " rows of logits");
   for (const auto& [name, numbers] : {std::pair{"streams", &*streams}, std::pair{"positions", &*positions}}) {
     check_dtype(op, name, *numbers, at::kInt);
     check_shape(op, name, *numbers, {n});
@@ -167,7 +168,9 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
   const void* in = rows.const_data_ptr();
   int32_t* const chosen = tokens.mutable_data_ptr<int32_t>();
   float* const sure = confidence.mutable_data_ptr<float>();
-  const uint64_t key = seed ? static_cast<uint64_t>(seed->item<int64_t>()) : 0;
+  const Tensor keys = seed ? seed->contiguous() : Tensor();
+  const int64_t* const key = seed ? keys.const_data_ptr<int64_t>() : nullptr;
+  const int64_t next_key = seed && seed->size(0) > 1 ? 1 : 0;
   const int32_t* const stream = seed ? streams->const_data_ptr<int32_t>() : nullptr;
   const int32_t* const position = seed ? positions->const_data_ptr<int32_t>() : nullptr;
   const Chooser choose{dtype, vocab, static_cast<float>(softcap)};
@@ -175,9 +178,10 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
     float* const room = rooms + team.index() * vocab;
     team.share(n, rows_per_piece(vocab), [&](int64_t r, int64_t end) {
       for (; r < end; ++r) {
-        mlspec_noise noise{key, 0, 0};
-        if (stream) noise.position = static_cast<uint32_t>(position[r]), noise.stream = static_cast<uint32_t>(stream[r]);
-        const auto picked = choose(bytes_at(in, dtype, r * vocab), stream ? &noise : nullptr, room);
+        mlspec_noise noise{};
+        const bool drawn = stream && stream[r] >= 0;
+        if (drawn) noise = {static_cast<uint64_t>(key[r * next_key]), static_cast<uint32_t>(position[r]), static_cast<uint32_t>(stream[r])};
+        const auto picked = choose(bytes_at(in, dtype, r * vocab), drawn ? &noise : nullptr, room);
         std::tie(chosen[r], sure[r]) = picked;
       }
     });

@@ -204,7 +204,7 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
                     "given alone; noise needs seed, streams and positions");
   const int64_t n = logits.size(0);
   if (seed) {
-    check_vector(op, "seed", *seed, 1, "logits", logits, at::kLong);
+    check_vector(op, "seed", *seed, seed->numel() == 1 ? 1 : n, "logits", logits, at::kLong);
     check_vector(op, "streams", *streams, n, "logits", logits);
     check_vector(op, "positions", *positions, n, "logits", logits);
   }
@@ -218,6 +218,7 @@ std::tuple<Tensor, Tensor> choose_rows(const Tensor& logits, double softcap, con
                                   logits.size(1),
                                   static_cast<float>(softcap),
                                   seed ? seed->const_data_ptr<int64_t>() : nullptr,
+                                  seed ? seed->numel() : 0,
                                   seed ? streams->const_data_ptr<int32_t>() : nullptr,
                                   seed ? positions->const_data_ptr<int32_t>() : nullptr,
                                   tokens.mutable_data_ptr<int32_t>(),

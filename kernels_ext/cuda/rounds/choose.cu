@@ -58,6 +58,7 @@ struct ChooseArgs {
   int vocab, part;  // part: tokens of one part, a multiple of kVector
   float softcap;
   const int64_t* seed;
+  int next_seed;  // 0: one for all rows
   const int32_t *streams, *positions;
   int32_t* tokens;
   float* confidence;
@@ -73,11 +74,11 @@ __device__ __forceinline__ void load_logits(const ChooseArgs& a, const T* row, i
   }
 }
 
-// Without noise the logit as it came decides: the cap is monotone and only makes ties.
+// Without noise, which a negative stream has none of, the logit as it came decides: the cap is monotone and only makes ties.
 template <bool kNoise>
 __device__ __forceinline__ void offer(const Stream& stream, int first, const float (&logits)[kVector],
                                       const float (&scores)[kVector], Choice& mine) {
-  if constexpr (kNoise) {
+  if (kNoise && int32_t(stream.stream) >= 0) {
     const uint4 low = philox(stream, first / 4), high = philox(stream, first / 4 + 1);
     const uint32_t words[kVector] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -159,7 +160,7 @@ __device__ __forceinline__ void write_choice(const ChooseArgs& a, int64_t row, c
 template <bool kNoise>
 __device__ __forceinline__ Stream stream_of(const ChooseArgs& a, int64_t row) {
   if constexpr (!kNoise) return {};
-  const uint64_t seed = uint64_t(*a.seed);
+  const uint64_t seed = uint64_t(a.seed[row * a.next_seed]);
   return {uint32_t(seed), uint32_t(seed >> 32), uint32_t(a.positions[row]), uint32_t(a.streams[row])};
 }
 
@@ -214,7 +215,8 @@ using namespace mlspec;
 const char* mlspec_cuda_choose_rows(const mlspec_cuda_choice* c, const mlspec_cuda_row_launch* how) {
   if (c->vocab > INT32_MAX / 2 || c->n > INT32_MAX / kParts) return "choose_rows takes up to 2^30 tokens and 2^28 rows";
   const int64_t part = (c->vocab + kParts * kVector - 1) / (kParts * kVector) * kVector;
-  const ChooseArgs args{int(c->vocab), int(part), c->softcap, c->seed, c->streams, c->positions, c->tokens, c->confidence};
+  const int next_seed = c->seeds > 1 ? 1 : 0;
+  const ChooseArgs args{int(c->vocab), int(part), c->softcap, c->seed, next_seed, c->streams, c->positions, c->tokens, c->confidence};
   if (c->logits_are_bf16)
     return c->seed ? choose<true, __nv_bfloat16>(args, c->logits, c->n, *how) : choose<false, __nv_bfloat16>(args, c->logits, c->n, *how);
   return c->seed ? choose<true, float>(args, c->logits, c->n, *how) : choose<false, float>(args, c->logits, c->n, *how);

@@ -115,13 +115,15 @@ const char* mlspec_cuda_ragged_attention_prefill(const mlspec_cuda_attention* at
 int32_t mlspec_cuda_attention_prefill_serves(const mlspec_cuda_attention* attention, const mlspec_cuda_tokens* tokens,
                                              const mlspec_cuda_cache* cache);
 
-// logits [n, vocab], float32 or bfloat16; seed null, or int64 [1] with streams and positions int32 [n].
+// logits [n, vocab], float32 or bfloat16; seed null, or int64 [seeds], 1 or n, with streams and positions int32 [n]; no noise
+// for rows of a negative stream.
 typedef struct {
   const void* logits;
   int32_t logits_are_bf16;
   int64_t n, vocab;
   float softcap;
   const int64_t* seed;
+  int64_t seeds;
   const int32_t *streams, *positions;
   int32_t* tokens;    // [n]
   float* confidence;  // [n]
