@@ -20,7 +20,7 @@ START = "mlspec_cli"  # reads a command line: until a command runs it imports th
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
     "demo_pair", "precision", "formats", "ops", "checkpoints", "nn", "engines", "calibration", "speculation",
-    "routing", "integration", "", "evaluation", "serving", "cli",
+    "routing", "integration", "", "evaluation", "serving", "batch", "cli",
 ]
 APART = {"calibration": ("speculation",), "speculation": ("calibration",), "routing": ("speculation",),
          "serving": ("evaluation",)}
