@@ -27,7 +27,7 @@ APART = {"calibration": ("speculation",), "speculation": ("calibration",), "rout
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = (
-    "integration/", "evaluation/", "serving/", "nn/replace.py", "nn/nest.py", "engines/modules/"
+    "integration/", "evaluation/", "serving/", "nn/replace.py", "nn/nest.py", "nn/shards.py", "engines/modules/"
 )
 # Programs that time ops and decoders or measure formats, which are no public names: how a path begins, which rooms it
 # may enter.

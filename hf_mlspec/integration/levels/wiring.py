@@ -13,6 +13,7 @@ from transformers.generation import LogitsProcessorList
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
 from ...formats import cache_format
+from ...nn.shards import is_shared
 from ...nn.state import ModelState, say_once, state_of
 from ...precision import Bits
 from ...routing.engine import routed_engine
@@ -80,7 +81,8 @@ class Wiring:
     def build(self, levels: list[Level]) -> Chain:
         """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a
         threshold."""
-        self.count, self.chooses = len(levels), bool(levels)
+        # Processes that share a target must draft alike, and each would measure costs of its own.
+        self.count, self.chooses = len(levels), bool(levels) and not is_shared(self.model)
         engines = iter(self._engines([self.model, *(level.model for level in levels if level.drafter is None)],
                                      [router_of(self.model), *(one.router for one in levels if one.drafter is None)]))
         target = Part("the target", next(engines), self._sampler())
