@@ -13,7 +13,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
-from .hooks import keep_hook
+from .hooks import keep_hook, offloads
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
 from .settings import cache_settings
@@ -59,7 +59,7 @@ def direct_cast(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
     cast = Cast.of(format, rule, activation_bits, model.device)
-    require_dense(model, or_sharded=True)
+    require_dense(model, or_sharded=True, or_offloaded=True)
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     if not cast_head:
         kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
@@ -145,6 +145,8 @@ def share(model: PreTrainedModel) -> PreTrainedModel:
         tables = (vars(module), module._parameters, module._buffers)
         memo.update((id(t), t) for table in tables for t in table.values() if isinstance(t, torch.Tensor))
         memo.update((id(vars(module)[name]), type(vars(module)[name])()) for name in _HOOK_TABLES)
+        if offloads(module):  # what it brings may be all of the model's weights
+            memo[id(module._hf_hook)] = module._hf_hook
     view = copy.deepcopy(model, memo)
     for module in view.modules():
         for name in (*_HELD_BY_GENERATE, _CAPTURE_MARK):
