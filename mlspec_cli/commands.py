@@ -16,8 +16,8 @@ from .values import clip, gap, interval, model, numbers, port, positive, positiv
 def add_commands(top: Parser) -> list[str]:
     """Every command, in the order of the help; -> their names."""
     commands = top.add_subparsers(dest="command")
-    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_serve,
-                _add_tune, _add_route, _add_eval, _add_info):
+    for add in (_add_demo, _add_quantize, _add_convert, _add_inspect, _add_verify, _add_generate, _add_batch,
+                _add_serve, _add_tune, _add_route, _add_eval, _add_info):
         add(commands)
     commands.metavar = " | ".join(commands.choices)
     return list(commands.choices)
@@ -170,6 +170,39 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
     for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("seed", seed)):
         parser.add_argument(f"--{name}", type=kind, metavar="N", help="with --do-sample")
+
+
+def _add_batch(commands: Any) -> None:
+    parser = commands.add_parser("batch", help="answer all lines of a file, on one or many devices and machines",
+                                 description="Answer requests of a file, prompts or chats as in OpenAI's batch files, "
+                                             "and write the answers in numbered files in the order of the input. A "
+                                             "run that was ended goes on where it was.")
+    parser.add_argument("input", metavar="INPUT",
+                        help='JSON lines, or .parquet: {"prompt": ...}, {"messages": ...}, or "custom_id", "url" and '
+                             '"body" as in OpenAI\'s batch files')
+    parser.add_argument("output", metavar="OUTPUT", help="a new folder, or that of a run of the same job")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="the target, on every machine")
+    _add_levels(parser)
+    parser.add_argument("--workers", type=positive, metavar="N",
+                        help="chains on devices of their own, by Ray (default: one in this process; with --ray one a "
+                             "GPU of the cluster)")
+    parser.add_argument("--ray", metavar="ADDRESS", type=text,
+                        help="of a Ray cluster, or auto (default: where --workers is above 1, this machine alone)")
+    parser.add_argument("--slots", type=positive, default=8, metavar="N",
+                        help="answers that a worker decodes at a time (default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N",
+                        help="tokens of an answer at most, also of one that asks for no number (default %(default)s)")
+    parser.add_argument("--lines-per-file", type=positive, default=100, metavar="N",
+                        help="answers in one file of OUTPUT; a lost worker costs two files at most (default "
+                             "%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N",
+                        help="of sampled lines that name none, with the number of their line (default %(default)s)")
+    parser.add_argument("--served-model-name", metavar="NAME", type=text,
+                        help='what lines may say as "model" (default: the folder, as given)')
+    parser.add_argument("--chat-template", metavar="FILE", type=text,
+                        help="a Jinja template of chats (default: the tokenizer's own)")
+    _add_drafting(parser)
+    _add_json(parser)
 
 
 def _add_serve(commands: Any) -> None:

@@ -20,14 +20,14 @@ START = "mlspec_cli"  # reads a command line: until a command runs it imports th
 # Low to high; a room imports itself and what stands before it. "" is hf_mlspec/__init__.py: the public names.
 FLOORS = [
     "demo_pair", "precision", "formats", "ops", "checkpoints", "nn", "engines", "calibration", "speculation",
-    "routing", "integration", "", "evaluation", "serving", "cli",
+    "routing", "integration", "", "evaluation", "serving", "batch", "cli",
 ]
 APART = {"calibration": ("speculation",), "speculation": ("calibration",), "routing": ("speculation",),
          "serving": ("evaluation",)}
 PRIVATE_ROOMS = {*FLOORS} - {"", "demo_pair", "evaluation"}  # `hf_mlspec.demo_pair` is a function, too
 LM_EVAL_ALLOWED = "evaluation/harness"  # and whatever the name goes on with
 TRANSFORMERS_ALLOWED = (
-    "integration/", "evaluation/", "serving/", "nn/replace.py", "nn/nest.py", "engines/modules/"
+    "integration/", "evaluation/", "serving/", "nn/replace.py", "nn/nest.py", "nn/shards.py", "engines/modules/"
 )
 # Programs that time ops and decoders or measure formats, which are no public names: how a path begins, which rooms it
 # may enter.

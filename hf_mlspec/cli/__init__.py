@@ -13,6 +13,7 @@ from mlspec_cli import main
 from ..integration.hook import enable
 from ..integration.levels.chain_text import levels_of_options
 from ..ops import KernelError
+from .batch import run_batch
 from .convert import run_convert
 from .demo import run_demo
 from .eval import run_eval
@@ -28,8 +29,8 @@ from .verify import run_verify
 __all__ = ["main", "run"]
 
 _COMMANDS = {"demo": run_demo, "quantize": run_quantize, "convert": run_convert, "inspect": run_inspect,
-             "verify": run_verify, "generate": run_generate, "serve": run_serve, "tune": run_tune,
-             "route": run_route, "eval": run_eval, "info": run_info}  # fmt: skip
+             "verify": run_verify, "generate": run_generate, "batch": run_batch, "serve": run_serve,
+             "tune": run_tune, "route": run_route, "eval": run_eval, "info": run_info}  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

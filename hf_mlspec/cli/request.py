@@ -53,8 +53,13 @@ def load_target(path: str, args: argparse.Namespace) -> tuple[Any, Any]:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
     ops.kernel_table()  # an instruction set that is unknown is refused before a model is loaded
+    require_nestable(args)
+    model, tokenizer = load_causal_lm(path, args.dtype, args.device)
+    return nested_for(model, args.levels or []), tokenizer
+
+
+def require_nestable(args: argparse.Namespace) -> None:
+    """ValueError for a level inside BF16 weights and another dtype."""
     wanted = next((level for level in args.levels or [] if draws_on_nested(level)), None)
     if wanted is not None and args.dtype != "bfloat16":
         raise ValueError(f"--level {wanted} drafts inside BF16 weights, not {args.dtype} ones; add --dtype bfloat16")
-    model, tokenizer = load_causal_lm(path, args.dtype, args.device)
-    return nested_for(model, args.levels or []), tokenizer

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import fsum
+from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -28,6 +30,7 @@ from ..integration.request import max_positions
 from ..integration.scoring import TokenScores, score_rows
 from .harness_arguments import Arguments
 from .harness_generation import Writer
+from .harness_ranks import Ranks, journals
 from .harness_requests import Finished, Generation, fit_rows, generation_keys, request_key
 from .harness_system import describe, identity, load_model, load_tokenizer
 from .journal import Journal
@@ -53,7 +56,8 @@ class MLSpecLM(TemplateLM):
     add_bos_token, prefix_token_id, chat_template_args, enable_thinking, think_end_token, revision, trust_remote_code:
         as lm-eval's model "hf" has them.
     seed: of sampled requests that name none. journal: a file of finished requests: a run that was killed goes on where
-        it was, and answers of another system are refused.
+        it was, and answers of another system are refused. Of several processes (`accelerate launch`, torchrun) each
+        answers its share of the documents and has a journal of its own beside it, FILE.rank1 and so on.
 
     generations: by `request_key("generate_until", request.args)`: {"prompt_tokens": number, "ids": new ones, "text"}.
     speculation: the counts of all generation of this object. Raises TypeError or ValueError, naming the argument and
@@ -64,6 +68,9 @@ class MLSpecLM(TemplateLM):
         super().__init__()
         given = arguments | {"pretrained": pretrained, "tokenizer": tokenizer}
         self.arguments = asked = Arguments.of({name: value for name, value in given.items() if value is not None})
+        self._ranks = Ranks()
+        self._rank, self._world_size = self._ranks.rank, self._ranks.size
+        asked.device = self._ranks.device(asked.device)
         self.tokenizer = load_tokenizer(asked)
         self.model = load_model(asked)
         self.max_length = self._fitting(asked.max_length)
@@ -239,7 +246,30 @@ class MLSpecLM(TemplateLM):
 
     def _journal(self) -> Finished:
         file = self.arguments.journal
-        return Finished(None if file is None else Journal(file, self._identity))
+        if file is None:
+            return Finished(None)
+        journal = Journal(self._ranks.journal(Path(file)), self._identity)
+        try:
+            for other in journals(Path(file)):
+                if other != journal.path:
+                    journal.borrow(other)
+        except BaseException:
+            journal.close()
+            raise
+        return Finished(journal)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As if all processes had as many requests as this one: lm-eval asks so as to add empty ones where there are
+        fewer, for models that step together; ours do not."""
+        return tensor.reshape(1).repeat(self.world_size)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        """What every process measured, on rank `dst`, in the order of the documents; None on the others."""
+        return self._ranks.gathered(obj, dst)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self._ranks.barrier()
 
     def _finish(self, kind: str, arguments: tuple, answer: Any) -> None:
         self._finished.add(request_key(kind, arguments), answer)

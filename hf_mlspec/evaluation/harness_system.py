@@ -77,8 +77,8 @@ def identity(model: PreTrainedModel, tokenizer: Any, asked: Arguments) -> dict[s
     return {
         "weights": hash_parameters(model),
         "configuration": hash_configuration(model),
-        "tokenizer": _tokenizer_hash(tokenizer),
-        "levels": [_level_identity(level) for level in asked.levels],
+        "tokenizer": tokenizer_hash(tokenizer),
+        "levels": [level_identity(level) for level in asked.levels],
         "speculation": vars(asked.speculation),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
@@ -117,7 +117,7 @@ def level_name(level: Any) -> str:
     return getattr(level, "name", None) or getattr(config, "name_or_path", None) or type(level).__name__
 
 
-def _level_identity(level: Any) -> Any:
+def level_identity(level: Any) -> Any:
     """The name, and the hash of the weights behind it where they are at hand."""
     if isinstance(level, nn.Module):
         return {"level": type(level).__name__, "weights": hash_parameters(level)}
@@ -127,7 +127,8 @@ def _level_identity(level: Any) -> Any:
     return {"level": level_name(level), "weights": combined(hash_folder(word.path)[1])}
 
 
-def _tokenizer_hash(tokenizer: Any) -> str:
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Of what it makes of texts, without what calls leave on it."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     said = tokenizer.get_vocab() if fast is None else json.loads(fast.to_str())
     passing = ("padding", "truncation")  # of the last call

@@ -73,6 +73,17 @@ class Journal:
         self._file.append({"key": key, "value": value})
         self._items[key] = json.loads(json.dumps(value))
 
+    def borrow(self, file: Path) -> None:
+        """Count as finished, too, what another journal of the same settings holds, which its process may be writing.
+        ValueError as for this one; a file with nothing in it is none yet."""
+        path, self.path, own = self.path, file, self._items
+        self._items = {}
+        try:
+            self._take(whole_lines(file.read_bytes()).splitlines())
+        finally:
+            found, self.path, self._items = self._items, path, own
+        self._items = found | own
+
     def close(self) -> None:
         """Unlock the file for other processes."""
         self._file.close()
@@ -81,19 +92,23 @@ class Journal:
         text = self._file.read()
         whole = whole_lines(text)
         lines = whole.splitlines()
+        if not lines and not _OPENING.startswith(text[: len(_OPENING)]):
+            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: {self._elsewhere}")
+        self._take(lines)
+        self._file.cut(len(whole))
+        if not lines:
+            self._file.append({"asked": self.asked})
+
+    def _take(self, lines: list[bytes]) -> None:
+        """The items of a journal's lines."""
         if lines:
             self._check_asked(self._parse(1, lines[0]))
-        elif not _OPENING.startswith(text[: len(_OPENING)]):
-            raise ValueError(f"{self.path} is not a journal, it does not begin with settings: {self._elsewhere}")
         for number, line in enumerate(lines[1:], 2):
             entry = self._parse(number, line)
             if set(entry) != {"key", "value"} or not isinstance(entry["key"], str) or entry["key"] in self._items:
                 raise ValueError(f"{self.path}, line {number}: no finished item, or one twice; "
                                  f"{self._elsewhere}")
             self._items[entry["key"]] = entry["value"]
-        self._file.cut(len(whole))
-        if not lines:
-            self._file.append({"asked": self.asked})
 
     def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
 from ..engines.modules.states import config_window, why_not_row_by_row
+from ..nn.hooks import without_memory
 from ..routing.router import Router
 from .processing import Prompts, check_mask
 
@@ -226,10 +227,12 @@ def check_model(model: nn.Module, name: str) -> None:
         )
     if (reason := why_not_row_by_row(model)) is not None:
         raise ValueError(f"{name} ({kind}) {reason}")
-    if any([parameter.is_meta for parameter in walk.parameters]):
+    if any([parameter.is_meta for parameter in walk.parameters]) and (
+        without_memory(model) or next(iter(walk.parameters)).is_meta
+    ):
         raise ValueError(
-            f"{name} ({kind}) has weights on the meta device (offloaded or not loaded): load it onto "
-            "a device that holds it whole"
+            f"{name} ({kind}) has weights on the meta device, not loaded, or its embedding is offloaded: load it, or "
+            "give a device_map whose first layers are on a device"
         )
 
 

@@ -12,6 +12,7 @@ from ..formats import Format, casts
 from .castable import dense_weight
 from .expert_modules import is_experts
 from .experts import PackedExperts
+from .hooks import own_tensor
 from .packed import PackedLinear
 from .packed_formats import PACKINGS
 from .switch import PrecisionSwitch, switch_for
@@ -70,4 +71,7 @@ class Cast:
 
     def _linear(self, linear: nn.Module, name: str) -> PackedLinear:
         weight = self.record.weight.from_dense(dense_weight(linear), name=name, **self.options)
-        return PACKINGS[self.record.word].linear(weight, linear.bias, self.switch).transform_like_(linear)
+        bias = linear.bias
+        if bias is not None and bias.is_meta:  # of an offloaded layer
+            bias = nn.Parameter(own_tensor(linear, "bias"), requires_grad=False)
+        return PACKINGS[self.record.word].linear(weight, bias, self.switch).transform_like_(linear)

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..formats import mxfp4
 from .expert_modules import ExpertModule, is_experts
+from .hooks import offloads, own_tensor, without_memory
 from .linear import is_dense
 from .packed import PackedLinear, PackedModule
 from .settings import own_settings, packs_weights
+from .shards import local, shards
 from .transforms import NONE, TransformedLinear
 
 _SHOWN = 8  # layers in a message
@@ -33,12 +34,15 @@ def has_dense_weight(module: nn.Module) -> bool:
 
 def dense_weight(linear: nn.Module) -> torch.Tensor:
     """``[out, in]``: an nn.Linear's own weight, or the exact BF16 weight of a nested one, joined."""
-    return linear.dequantized(torch.bfloat16) if is_nested(linear) else linear.weight.detach()
+    return linear.dequantized(torch.bfloat16) if is_nested(linear) else own_tensor(linear, "weight").detach()
 
 
-def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
+def require_dense(
+    model: nn.Module, action: str = "direct_cast", *, or_sharded: bool = False, or_offloaded: bool = False
+) -> None:
     """ValueError for a quantized model (a nested one is as good as dense), one with adapters, or one whose weights are
-    not in this process's memory. ``action`` opens the message."""
+    not in this process's memory. ``action`` opens the message. or_sharded: processes may share them.
+    or_offloaded: accelerate may bring them for every call."""
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     quantization = getattr(model.config, "quantization_config", None)
     quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
@@ -57,12 +61,14 @@ def require_dense(model: nn.Module, action: str = "direct_cast") -> None:
             "(peft: model.merge_and_unload())"
         )
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if or_offloaded:
+        offloaded = without_memory(model)
     if offloaded:
         raise ValueError(
             f"{action}: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "
             f"{offloaded[0]}: load the model whole, without disk or CPU offload"
         )
-    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    sharded = [] if or_sharded else shards(model)
     if sharded:
         raise ValueError(
             f"{action}: {len(sharded)} parameters are sharded over processes (DTensor), the first is {sharded[0]}: "
@@ -142,7 +148,7 @@ def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
 
 
 def _unfit_experts(module: nn.Module, divisor: int) -> str | None:
-    why = ExpertModule.obstacle(module)
+    why = "they are offloaded" if offloads(module) else ExpertModule.obstacle(module)
     if why is not None:
         return f"fused expert weights: {why}"
     for key, (_, in_features) in ExpertModule.of(module, "").sizes.items():
@@ -159,7 +165,7 @@ def require_finite_floats(model: nn.Module, kept: dict[str, str], action: str = 
             continue
         keys = ExpertModule.of(module, name).sizes if is_experts(module) else ("weight",)
         for key in keys:
-            require_finite_float(f"{name}.{key}", getattr(module, key).detach(), action)
+            require_finite_float(f"{name}.{key}", local(own_tensor(module, key).detach()), action)
 
 
 def require_finite_float(name: str, weight: torch.Tensor, action: str) -> None:

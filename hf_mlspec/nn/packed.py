@@ -34,6 +34,7 @@ class PackedModule(nn.Module, ABC):
     format: str
     names: tuple[str, ...]
     disk_axes: int  # of the part with a row per output on disk; in tiles it has one more
+    part_of: str | None = None  # of what it holds a part: no state of the whole can be saved then
 
     def __init__(self, switch: PrecisionSwitch) -> None:
         super().__init__()
@@ -135,6 +136,9 @@ class PackedModule(nn.Module, ABC):
                     getattr(self, f"{name}_{part}").data = tensor
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        if self.part_of is not None:
+            raise ValueError(f"{prefix.rstrip('.')} is packed from {self.part_of}: pack and save the whole model, "
+                             "loaded without tp_plan")
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.is_prepacked:
             return

@@ -13,10 +13,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
-from .hooks import keep_hook
+from .hooks import keep_hook, offloads
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
 from .settings import cache_settings
+from .shards import is_sharded, local_linear, require_castable_shards, split_as, style_of
 from .transforms import NONE, Transform
 
 _HOOK_TABLES = (
@@ -51,16 +52,19 @@ def direct_cast(
 
     Embeddings, norms and biases are shared; ``model`` is unchanged. Layers that cannot be cast (in_features not a
     multiple of the group, Conv1D, unknown experts) are shared, with one warning. The result can be saved like any
-    model. Raises TypeError for other objects or dtypes that cannot be cast; ValueError for an unknown format, rule or
-    activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
+    model, unless tensor parallelism shares the weights of ``model`` between processes: of those each casts its part,
+    to MXFP4 alone. Raises TypeError for other objects or dtypes that cannot be cast; ValueError for an unknown format,
+    rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
     cast = Cast.of(format, rule, activation_bits, model.device)
-    require_dense(model)
+    require_dense(model, or_sharded=True, or_offloaded=True)
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     if not cast_head:
         kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
+    paths = [name for name, _ in linears_and_experts(model) if name not in kept]
+    require_castable_shards(model, format, cast.group_size, paths)
     require_finite_floats(model, kept)
     draft = share(model)
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
@@ -141,6 +145,8 @@ def share(model: PreTrainedModel) -> PreTrainedModel:
         tables = (vars(module), module._parameters, module._buffers)
         memo.update((id(t), t) for table in tables for t in table.values() if isinstance(t, torch.Tensor))
         memo.update((id(vars(module)[name]), type(vars(module)[name])()) for name in _HOOK_TABLES)
+        if offloads(module):  # what it brings may be all of the model's weights
+            memo[id(module._hf_hook)] = module._hf_hook
     view = copy.deepcopy(model, memo)
     for module in view.modules():
         for name in (*_HELD_BY_GENERATE, _CAPTURE_MARK):
@@ -154,10 +160,15 @@ def _replace(draft: nn.Module, cast: Cast, kept: dict[str, str], dense: torch.dt
         if name in kept:
             continue
         if id(module) not in done:
-            layer = keep_hook(module, cast.layer(module, name))
+            layer = _cast_part(draft, module, name, cast) if is_sharded(module) else cast.layer(module, name)
+            layer = keep_hook(module, layer)
             done[id(module)] = layer if dense is None else layer.materialize(dense)
         draft.set_submodule(name, done[id(module)])
     return len(done)
+
+
+def _cast_part(model: nn.Module, linear: nn.Module, name: str, cast: Cast) -> nn.Module:
+    return split_as(cast.layer(local_linear(linear), name), linear, style_of(model, name))
 
 
 def _is_cast(head: nn.Module | None, cast: Cast) -> bool:

@@ -74,8 +74,13 @@ def read_asked(body: dict[str, Any], limits: Limits, own: set[str], *, samples: 
                  options=options)
 
 
+def known_fields(own: set[str]) -> set[str]:
+    """All fields that a body may have. own: those that only its endpoint has."""
+    return _SHARED | _IDLE | set(_UNBUILT) | own
+
+
 def _refuse_unknown(body: dict[str, Any], own: set[str]) -> None:
-    unknown = sorted(set(body) - _SHARED - _IDLE - set(_UNBUILT) - own)
+    unknown = sorted(set(body) - known_fields(own))
     if unknown:
         raise invalid(unknown[0], f"Unrecognized request argument supplied: {', '.join(unknown)}")
     for name, harmless in _UNBUILT.items():

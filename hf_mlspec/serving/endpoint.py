@@ -31,8 +31,11 @@ class Endpoint:
         self.positions, self.samples = setup.facts.positions, setup.facts.samples
         self.words = TokenWords(style.writing)
 
-    async def answer(self, body: dict[str, Any]) -> Reply:
-        """The request, with its place in the queue. ApiError for one that cannot be answered."""
+    async def answer(self, body: dict[str, Any], *, name: str | None = None, created: int | None = None) -> Reply:
+        """The request, with its place in the queue. ApiError for one that cannot be answered.
+
+        name, created: of the answer, a word and a time in seconds; None: a word of its own, and now.
+        """
         model = body.get("model")
         if model is not None and model != self.name:
             shown = repr(model)[:80]
@@ -48,7 +51,7 @@ class Endpoint:
         if len(answer.choices) > self.limits.choices:
             raise invalid("n", f"{len(answer.choices)} answers are asked for, at most {self.limits.choices} are given")
         await answer.start()
-        return Reply(self, answer)
+        return Reply(self, answer, name or uuid.uuid4().hex, int(time.time()) if created is None else created)
 
     def _every(self, asked: Asked) -> float | None:
         """Seconds between two events of an answer: those that tell levels show rounds; None: it is no stream."""
@@ -79,10 +82,10 @@ class Endpoint:
 class Reply:
     """What is sent of an answer."""
 
-    def __init__(self, endpoint: Endpoint, answer: Answer) -> None:
+    def __init__(self, endpoint: Endpoint, answer: Answer, name: str, created: int) -> None:
         self.style, self.words, self.answer, self.asked = endpoint.style, endpoint.words, answer, answer.asked
-        self.id = f"{self.style.prefix}-{uuid.uuid4().hex}"
-        self.head = {"id": self.id, "created": int(time.time()), "model": endpoint.name}
+        self.id = f"{self.style.prefix}-{name}"
+        self.head = {"id": self.id, "created": created, "model": endpoint.name}
         self._begin = f"data: {json.dumps({**self.head, 'object': self.style.chunk_word})[:-1]}, "
         self.told = [self.style.told(choice.index, self.id) for choice in answer.choices]
 

@@ -13,6 +13,7 @@ from transformers.generation import LogitsProcessorList
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
 from ...formats import cache_format
+from ...nn.shards import is_shared
 from ...nn.state import ModelState, say_once, state_of
 from ...precision import Bits
 from ...routing.engine import routed_engine
@@ -93,7 +94,8 @@ class Wiring:
 
     def _below(self, leader: Engine | None, levels: list[Level], engines: Iterator[Engine]) -> list[Part]:
         """The levels below a target with the engine `leader`; engines: of those that have a model."""
-        self.count, self.chooses = len(levels), bool(levels)
+        # Processes that share a target must draft alike, and each would measure costs of its own.
+        self.count, self.chooses = len(levels), bool(levels) and not is_shared(self.model)
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
         parts, above = [], _Above(self.tokenizer, self.vocab_size, True)
