@@ -144,6 +144,9 @@ CONFIGS |= _there(_LATER)
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
+_GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
 # Mixtures of experts.
 MIXTURES = {
     "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
@@ -160,12 +163,8 @@ MIXTURES = {
     "qwen3-moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
     "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
+    "gpt-oss": (GptOssConfig, _GPT_OSS),
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
-_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
-_GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
-# What the decoder of GPUs computes, that of the CPU not all.
-GPU_MIXTURES = {**MIXTURES, "gpt-oss": (GptOssConfig, _GPT_OSS)}
 PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
 PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
@@ -176,7 +175,7 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **GPU_MIXTURES}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES}[name]
     torch.manual_seed(0)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")

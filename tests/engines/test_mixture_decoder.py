@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import GPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
+from decoders import MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
 from torch import nn
 from warned import forget_warnings
 
@@ -202,7 +202,7 @@ def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", GPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_the_decoder_of_gpus_computes_the_same_and_keeps_bits(name, dtype):
     """On the CPU through its ops: within the error of the modules, and one by one the same bits."""
     model, ids = random_model(name, dtype), some_ids(8)
@@ -289,7 +289,7 @@ FORMATS = {"mxfp4": {}, "int4": {"group_size": 32}, "int4 with zeros": {"group_s
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"])
 def test_packed_experts_follow_their_values(name, format):
     """At 16 activation bits the error of rounding activations to bfloat16; at 8 somewhat more."""
     model, ids = packed_mixture(name, format.split()[0], **FORMATS[format]), some_ids(16)
@@ -305,8 +305,9 @@ def test_packed_experts_follow_their_values(name, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bits_of_packed_experts_do_not_depend_on_the_grouping(format):
-    model, ids = packed_mixture("qwen2-moe", format.split()[0], **FORMATS[format]), some_ids()
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+def test_bits_of_packed_experts_do_not_depend_on_the_grouping(name, format):
+    model, ids = packed_mixture(name, format.split()[0], **FORMATS[format]), some_ids()
     for bits in CpuDecoder(model).bit_choices:
         together = scored_together(model, ids, bits)
         single = runner_of(model, 2, bits)
@@ -315,7 +316,7 @@ def test_bits_of_packed_experts_do_not_depend_on_the_grouping(format):
         assert torch.equal(together[1:], scored_together(model, ids[1:], bits)), bits
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"])
 def test_a_cast_reads_the_experts_where_its_own_are(name):
     """One copy of the codes, in tiles; the cast's logits are those of its dense values."""
     model = random_model(name, torch.float32, **PACKED_MIXTURE, shared_expert_intermediate_size=64)

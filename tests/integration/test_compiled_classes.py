@@ -9,7 +9,7 @@ from models import alone, packed, prompts, together
 from transformers import PreTrainedModel
 
 import hf_mlspec
-from hf_mlspec.engines.architecture import KNOWN, ON_GPUS_ALONE
+from hf_mlspec.engines.architecture import KNOWN
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
@@ -43,7 +43,7 @@ def target_of(name: str) -> PreTrainedModel:
 
 
 def test_every_described_class_is_among_them():
-    assert {type(random_model(name, torch.float32)).__name__ for name in NAMES} == set(KNOWN) - set(ON_GPUS_ALONE)
+    assert {type(random_model(name, torch.float32)).__name__ for name in NAMES} == set(KNOWN)
 
 
 @pytest.mark.filterwarnings("ignore:direct_cast")

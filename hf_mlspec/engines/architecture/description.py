@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
-# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet. GPU_FIELDS: what that of GPUs reads, and
-# that of the CPU does not yet: there anything but None is refused.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
@@ -26,8 +25,7 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 CPU_WORDS = {
     "head_norms": ("per rotated head",),
 }
-GPU_FIELDS = ("sinks",)
-GATES = ("halves", "clamped pairs")  # of experts; the decoder of the CPU takes the first
+GATES = ("halves", "clamped pairs")  # of experts
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -202,12 +200,6 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
-    for name in GPU_FIELDS if decoder == "cpu" else ():
-        word = getattr(description, name)
-        if word is not None:
-            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}has none"
-    if decoder == "cpu" and description.experts is not None and description.experts.gate != GATES[0]:
-        return f"gate {description.experts.gate!r}; the compiled decoder {_OF[decoder]}takes {GATES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

@@ -64,9 +64,8 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         )
     chosen = getattr(router, entry.chosen)
     _require_choice(chosen, original.num_experts, index)
-    _require_finite(weight, index)
-    if bias is not None:
-        _require_finite(bias.detach()[:, None], index)
+    for part in (weight, *(() if bias is None else (bias.detach()[:, None],))):
+        _require_finite(part, f"router of layer {index}", " in its row of expert {}")
     renormalize = entry.renormalize
     shared = {name: layer.get_submodule(place) for name, place in entry.shared.items()}
     return ExpertBlock(
@@ -94,11 +93,7 @@ def _require_choice(chosen: int, experts: int, index: int) -> None:
 def _gate_of(linear: nn.Module, index: int) -> Tensor:
     """`_row_of` what weighs the shared expert of layer ``index``, whose values have to be finite."""
     row = _row_of(linear)
-    if not row.is_meta and not torch.isfinite(row).all():
-        raise ValueError(
-            f"the gate of the shared expert of layer {index} holds NaN or Inf: every token of that layer would be "
-            "lost; restore the checkpoint"
-        )
+    _require_finite(row, f"gate of the shared expert of layer {index}")
     return row
 
 
@@ -132,14 +127,15 @@ def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertMo
     return found
 
 
-def _require_finite(router: Tensor, index: int) -> None:
-    if router.is_meta:
+def _require_finite(rows: Tensor, name: str, where: str = "") -> None:
+    """ValueError for NaN or Inf in the rows of ``name``; where: what the message says of the first one's number."""
+    if rows.is_meta:
         return
-    broken = (~torch.isfinite(router)).any(dim=1).nonzero()
+    broken = (~torch.isfinite(rows)).any(dim=1).nonzero()
     if len(broken):
         raise ValueError(
-            f"the router of layer {index} holds NaN or Inf in its row of expert {int(broken[0])}: every token of that "
-            "layer would be lost; restore the checkpoint"
+            f"the {name} holds NaN or Inf{where.format(int(broken[0]))}: every token of that layer would be lost; "
+            "restore the checkpoint"
         )
 
 

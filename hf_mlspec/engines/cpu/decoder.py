@@ -37,7 +37,7 @@ class CpuDecoder:
             self.handle.set_position_embedding(found.positions)
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         for layer in found.layers:
-            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
+            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table, layer.sinks)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
             if layer.experts is not None:

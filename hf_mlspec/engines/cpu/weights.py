@@ -49,13 +49,15 @@ _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 
 @dataclass
 class Layer:
-    """Linears by name (q, k, v, o, gate, up, down, or experts for the last three), norms as in Block."""
+    """Linears by name (q, k, v, o, gate, up, down, or experts for the last three), norms as in Block; sinks float32
+    ``[heads]``."""
 
     linears: dict[str, Weight]
     norms: list[Norm | None]
     window: int
     rope_table: int
-    experts: Experts | None = None
+    experts: Experts | None
+    sinks: Tensor | None
 
 
 @dataclass
@@ -82,6 +84,7 @@ def read(model: nn.Module) -> Architecture:
             block.window,
             block.rope_table,
             None if block.experts is None else read_experts(block.experts, read_weight),
+            None if block.sinks is None else block.sinks.float().contiguous(),
         )
         for block in found.blocks
     ]

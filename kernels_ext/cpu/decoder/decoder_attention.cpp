@@ -87,7 +87,8 @@ void Decoder::attention(Team& team, const Pass& pass, int64_t index) {
       float* const out = w.context.data() + block.first * width + head * share;
       const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
                                        lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
-                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
+                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width,
+                                       layer.sinks ? layer.sinks + head * group : nullptr};
       kernels.attention(&args);
       const mlspec_pack_args pack{w.context.data(), width, &acts};
       if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);

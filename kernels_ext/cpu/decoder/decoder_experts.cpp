@@ -107,7 +107,7 @@ void Decoder::visit_experts(Team& team, const Experts& experts, int64_t rows, bo
   team.barrier();
   pack_visits(team);
   multiply_products(team, work_->up_products);
-  activate_visits(team);
+  activate_visits(team, experts);
   multiply_products(team, work_->down_products);
   sum_experts(team, experts, rows, has_norm_behind);
 }
@@ -117,7 +117,8 @@ void Decoder::route(Team& team, const Experts& experts, int64_t rows) {
   Workspace& w = *work_;
   const mlspec_acts acts{MLSPEC_ACTS_F32, rows, shape.hidden, 0, 0, w.normed.data()};
   mlspec_linear_args args{};
-  args.weight = experts.router, args.acts = &acts, args.y = w.router.data(), args.y_stride = experts.scores();
+  args.weight = experts.router, args.bias = experts.router_bias;
+  args.acts = &acts, args.y = w.router.data(), args.y_stride = experts.scores();
   args.in_features = shape.hidden, args.out_features = experts.scores();
   team.share(tiles_of(args.out_features), 1, [&](int64_t begin, int64_t end) {
     cpu_kernels().f32_linear(&args, begin * kTileOutputs, std::min(end * kTileOutputs, args.out_features));
@@ -227,18 +228,24 @@ void Decoder::multiply_products(Team& team, const Products& products) {
   });
 }
 
-// What the down projections multiply: activation(gate) * up.
-void Decoder::activate_visits(Team& team) {
+// What the down projections multiply: activation(gate) * up, or what gate_pairs makes of both.
+void Decoder::activate_visits(Team& team, const Experts& experts) {
   Workspace& w = *work_;
   float* const own = w.rows.data() + team.index() * w.row_stride;
+  const mlspec_row_ops& ops = cpu_kernels().row;
   int64_t widest = 0;
   for (const Visit& visit : w.visits) widest = std::max(widest, visit.inner);
   share_tiles(team, w.row_tiles, w.visits, widest, [&](const Visit& visit, int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     k_end = std::min(k_end, visit.inner);
     if (k >= k_end) return;
     for (int64_t n = row; n < row_end; ++n) {
-      const float* const gate = visit.gate_up + n * 2 * visit.inner + k;
-      cpu_kernels().row.activate_mul(gate, gate + visit.inner, shape.activation, k_end - k, own + (n - row) * kChunk);
+      const float* const gate_up = visit.gate_up + n * 2 * visit.inner;
+      float* const to = own + (n - row) * kChunk;
+      if (experts.in_turns) {
+        ops.gate_pairs(gate_up + 2 * k, experts.slope, experts.limit, k_end - k, to);
+      } else {
+        ops.activate_mul(gate_up + k, gate_up + visit.inner + k, shape.activation, k_end - k, to);
+      }
     }
     const mlspec_pack_args pack{own - row * kChunk - k, kChunk, &visit.mid};
     cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);

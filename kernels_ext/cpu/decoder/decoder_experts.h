@@ -8,14 +8,17 @@
 namespace mlspec {
 
 // A layer whose tokens go to `chosen` of `count` gated MLPs, and to a shared one where there is one.
-//   logits = router x, in float32. The experts of the largest logits are chosen, of equal ones those with the lower number.
+//   logits = router x + router_bias, in float32. The experts of the largest are chosen, of equal ones those with the lower number.
 //   weights = softmax over all experts, or, renormalized, over the chosen. The shared MLP's is sigmoid(last row of router . x).
 //   y = sum of weight * expert(x) over the chosen, the largest first, then the shared one's.
 struct Experts {
   const float* router = nullptr;  // [count, with a shared one + 1][hidden]
+  const float* router_bias = nullptr;  // one a row, or null
   int64_t count = 0, chosen = 0;
   bool renormalize = false, has_shared = false;
-  std::vector<Linear> up;    // of each expert [2 inner][hidden]: rows of gate, then of up
+  bool in_turns = false;     // gate and up, which mlspec_row_ops::gate_pairs reads with slope and limit; none is shared
+  float slope = 0, limit = 0;
+  std::vector<Linear> up;    // of each expert [2 inner][hidden]: rows of gate, then of up, or both in turns
   std::vector<Linear> down;  // [hidden][inner]
   Linear shared_gate, shared_up, shared_down;
 
