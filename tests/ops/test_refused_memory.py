@@ -43,7 +43,7 @@ def decoder():
         set_linear(made, name, weight(name, 32, 32))
     shared = {"gate": weight("gate", 64, 32), "up": weight("shared", 64, 32), "down": weight("shared_down", 32, 64)}
     up, down = weight("up", 128, 32, 6), weight("down", 32, 64, 6)
-    set_experts(made, Experts(weight("router", 7, 32).weight, None, 2, True, up, down, None, shared))
+    set_experts(made, Experts(weight("router", 7, 32).weight, None, 2, True, up, down, None, None, shared))
     set_linear(made, "head", weight("head", 200, 32))
     return made
 

@@ -39,7 +39,7 @@ made.set_rope(0, torch.ones(256, DIM // 2), torch.zeros(256, DIM // 2))
 made.add_layer([torch.ones(HIDDEN), torch.ones(HIDDEN), *[None] * 10], WINDOW, 0, sinks)
 for name, weight in (("q", q), ("k", k), ("v", v), ("o", o)):
     set_linear(made, name, weight)
-set_experts(made, Experts(router, router_bias, CHOSEN, True, up, down, (SLOPE, LIMIT), {}))
+set_experts(made, Experts(router, router_bias, CHOSEN, True, up, down, (SLOPE, LIMIT), None, {}))
 set_linear(made, "head", head)
 ids = torch.randint(VOCAB, (TOKENS,), generator=seeded).tolist()
 

@@ -47,7 +47,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
+        _block(entry, config, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, next((block for block in blocks if block.experts is None), blocks[0]))
@@ -237,14 +237,15 @@ def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = n
     raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
 
 
-def _block(entry: Description, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
+def _block(entry: Description, config, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
     try:
         experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
     except UnreadExperts as error:
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     modules = {name: _part(layer, place) for name, place in places.items()}
-    norms = {name: _part(layer, place) for name, place in entry.norms.items()}
+    without = () if entry.head_norms_flag is None or named(config, entry, "head_norms_flag") else ("q", "k")
+    norms = {name: _part(layer, place) for name, place in entry.norms.items() if name not in without}
     width = linear_shape(modules["o"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     sinks = None if entry.sinks is None else _part(layer, entry.sinks, nn.Module.get_parameter).detach()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ...nn.expert_modules import ExpertModule
 from ...nn.experts import PackedExperts
 from ...nn.packed import PackedLinear
-from .description import GATES, Mixture
+from ...ops.compiled_decoder import Sigmoids
+from .description import GATES, SCORES, Mixture
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class ExpertBlock:
 
     chosen: of a token. renormalize: whether its weights are divided by their sum. biases: ``[count, out]`` of each
     projection, {} where there are none. clamp: slope and limit where gate and up come in turns (`ops.gated_pairs`),
-    None where gate comes before up. shared: gate, up and down of an expert that all tokens go to, {} where there is
-    none; shared_router: ``[1, hidden]``, whose sigmoid weighs it.
+    None where gate comes before up. sigmoids: how they choose, None: softmax of logits. shared: gate, up and down of
+    an expert that all tokens go to, {} where there is none; shared_router: ``[1, hidden]``, whose sigmoid weighs it,
+    None: nothing does.
     """
 
     experts: nn.Module
@@ -31,6 +33,7 @@ class ExpertBlock:
     renormalize: bool
     biases: dict[str, Tensor]
     clamp: tuple[float, float] | None
+    sigmoids: Sigmoids | None
     shared: dict[str, nn.Module]
     shared_router: Tensor | None
 
@@ -77,9 +80,25 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         getattr(router, renormalize) if isinstance(renormalize, str) else renormalize,
         {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes} if experts.has_bias else {},
         None if entry.gate == GATES[0] else (float(experts.alpha), float(experts.limit)),
+        None if entry.scores == SCORES[0] else _sigmoids(entry, router, index),
         shared,
-        _gate_of(layer.get_submodule(entry.shared_gate), index) if shared else None,
+        _gate_of(layer.get_submodule(entry.shared_gate), index) if shared and entry.shared_gate else None,
     )
+
+
+def _sigmoids(entry: Mixture, router: nn.Module, index: int) -> Sigmoids:
+    """How the router of layer ``index`` chooses; ValueError for a bias that is not finite, and where the groups that a
+    token looks at have too few experts for it."""
+    bias = getattr(router, entry.choice_bias).detach().float().contiguous()
+    _require_finite(bias[:, None], f"bias of the router's choice of layer {index}", " for expert {}")
+    groups, chosen_groups = getattr(router, entry.groups), getattr(router, entry.chosen_groups)
+    chosen = getattr(router, entry.chosen)
+    if len(bias) % groups or not 1 <= chosen_groups <= groups or chosen > len(bias) // groups * chosen_groups:
+        raise ValueError(
+            f"layer {index} sends each token to {chosen} of {len(bias)} experts in {chosen_groups} of {groups} "
+            "groups: n_group has to divide the experts, and topk_group of them to hold as many as a token goes to"
+        )
+    return Sigmoids(bias, groups, chosen_groups, float(getattr(router, entry.scale)))
 
 
 def _require_choice(chosen: int, experts: int, index: int) -> None:

@@ -41,6 +41,7 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
         weight(block, _UP),
         weight(block, _DOWN),
         block.clamp,
+        block.sigmoids,
         shared,
     )
 

@@ -116,9 +116,17 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // The newest layer has experts in place of gate, up and down: routed_experts in decoder_experts.h. set_experts follows.
-  void set_router(const Tensor& router, const MaybeTensor& bias, int64_t chosen, bool renormalize, bool has_shared) {
-    newest("router").experts = mlspec::routed_experts(router, bias, chosen, renormalize, has_shared, decoder_.shape.hidden);
+  void set_router(const Tensor& router, const MaybeTensor& bias, int64_t chosen, bool renormalize, bool has_shared,
+                  bool weighs_shared) {
+    newest("router").experts =
+        mlspec::routed_experts(router, bias, chosen, renormalize, has_shared, weighs_shared, decoder_.shape.hidden);
     hold(router), hold_some(bias, std::nullopt);
+  }
+
+  // Of the newest layer's experts, which set_router has begun. choice_bias: float32 [count], of the choice alone.
+  void set_sigmoids(const Tensor& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+    mlspec::choose_by_sigmoids(newest_experts("sigmoids"), choice_bias, groups, chosen_groups, scale);
+    hold(choice_bias);
   }
 
   // Of the newest layer's experts, which set_router has begun: rows of gate and up come in turns (mlspec_row_ops::gate_pairs).
@@ -385,6 +393,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_position_embedding", &DecoderObject::set_position_embedding)
       .def("add_layer", &DecoderObject::add_layer)
       .def("set_router", &DecoderObject::set_router)
+      .def("set_sigmoids", &DecoderObject::set_sigmoids)
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
       .def("set_linear", &DecoderObject::set_linear)

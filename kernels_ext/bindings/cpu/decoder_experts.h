@@ -7,19 +7,35 @@
 
 namespace mlspec {
 
-// router: float32 [count, with a shared expert + 1][hidden], the last row that of the shared expert's gate; bias: one a row.
+// router: float32 [count, with a shared expert that it weighs + 1][hidden], the last row that of the shared expert's gate; bias: one a
+// row.
 inline std::shared_ptr<Experts> routed_experts(const at::Tensor& router, const std::optional<at::Tensor>& bias, int64_t chosen,
-                                               bool renormalize, bool has_shared, int64_t hidden) {
+                                               bool renormalize, bool has_shared, bool weighs_shared, int64_t hidden) {
   auto experts = std::make_shared<Experts>();
-  experts->count = router.dim() == 2 ? router.size(0) - has_shared : 0;
-  check_plain(router, "router", at::kFloat, {experts->count + has_shared, hidden});
+  experts->count = router.dim() == 2 ? router.size(0) - weighs_shared : 0;
+  check_plain(router, "router", at::kFloat, {experts->count + weighs_shared, hidden});
+  TORCH_CHECK_VALUE(has_shared || !weighs_shared, "router: it weighs a shared expert, and there is none");
   TORCH_CHECK_VALUE(experts->count >= 1 && chosen >= 1 && chosen <= experts->count, "router: each token chooses ", chosen, " of ",
                     experts->count, " experts");
   if (bias) check_plain(*bias, "router.bias", at::kFloat, {router.size(0)});
   experts->router = router.const_data_ptr<float>();
   experts->router_bias = bias ? bias->const_data_ptr<float>() : nullptr;
   experts->chosen = chosen, experts->renormalize = renormalize, experts->has_shared = has_shared;
+  experts->weighs_shared = weighs_shared;
   return experts;
+}
+
+// Scores are sigmoids, of which groups are chosen first: Experts in cpu/decoder/decoder_experts.h.
+inline void choose_by_sigmoids(Experts& experts, const at::Tensor& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+  check_plain(choice_bias, "choice_bias", at::kFloat, {experts.count});
+  const int64_t size = groups > 0 ? experts.count / groups : 0;
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= kMostGroups && experts.count % groups == 0 && chosen_groups >= 1 && chosen_groups <= groups &&
+                        (chosen_groups == groups || size >= 2) && experts.chosen <= chosen_groups * size,
+                    "router: each token chooses ", experts.chosen, " of ", experts.count, " experts in ", chosen_groups, " of ", groups,
+                    " groups: groups are equally large, of two or more, at most ", kMostGroups);
+  TORCH_CHECK_VALUE(std::isfinite(scale), "router: scale is ", scale, ", expected a finite number");
+  experts.sigmoids = true, experts.choice_bias = choice_bias.const_data_ptr<float>();
+  experts.groups = groups, experts.chosen_groups = chosen_groups, experts.scale = static_cast<float>(scale);
 }
 
 inline void check_expert_place(const std::string& name, int64_t hidden, int64_t in, int64_t out) {
