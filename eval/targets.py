@@ -44,6 +44,7 @@ MIXTURES = {
         "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
 }
+MIXTURES["qwen3-30b-a3b-24"] = {**MIXTURES["qwen3-30b-a3b"], "num_hidden_layers": 24}  # half: with a cast on 80 GB
 # In gpt-oss's form: what GptOssConfig takes. Windows on every other layer, YaRN: its own defaults.
 GPT_OSS = {
     "gpt-oss-20b": {**llama(2880, 2880, 24, 64, 8, 201088, 131072), "head_dim": 64, "num_local_experts": 32},
@@ -54,7 +55,9 @@ SHAPES = {
     "llama-3-8b": llama(4096, 14336, 32, 32, 8, 128256, 8192),
     "tiny-2x512": llama(512, 1536, 2, 8, 8, 8192, 8192),
     "llama-2x1024": llama(1024, 2816, 2, 8, 4, 128256, 8192),
+    "qwen3-2x1024": llama(1024, 2816, 2, 8, 4, 151936, 8192),
 }
+OF_CHAINS = {**SHAPES, **MIXTURES}  # of the targets and drafts that eval.replay and eval.bench_auto make
 
 
 def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
@@ -68,7 +71,7 @@ def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return kind(config(**{**SHAPES, **MIXTURES, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
+            return kind(config(**{**OF_CHAINS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
     finally:
         torch.set_default_dtype(before)
 

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -162,6 +163,9 @@ CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
 HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
+_GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
 # Mixtures of experts.
 MIXTURES = {
     "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
@@ -178,12 +182,16 @@ MIXTURES = {
     "qwen3-moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
     "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
+    "gpt-oss": (GptOssConfig, _GPT_OSS),
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
-_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
-_GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
-# What the decoder of GPUs computes, that of the CPU not all.
-GPU_MIXTURES = {**MIXTURES, "gpt-oss": (GptOssConfig, _GPT_OSS)}
+_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}
+_GLM |= {"first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1}
+# What the decoder of the CPU computes, those of GPUs not all.
+CPU_MIXTURES = {
+    **MIXTURES,
+    "glm4-moe": (Glm4MoeConfig, {**_GLM, "use_qk_norm": True}),
+    "glm4-moe-as-it-is": (Glm4MoeConfig, {**_GLM, "use_qk_norm": False, "norm_topk_prob": False}),
+}
 PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
 PACKED_SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
@@ -194,13 +202,16 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **GPU_MIXTURES, **HYBRIDS}[name]
+    kind, own = {**CPU_CONFIGS, **CPU_MIXTURES, **HYBRIDS}[name]
     torch.manual_seed(0)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
             parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer) * 0.1)
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = 0.7  # within reach of small weights
@@ -267,6 +278,8 @@ def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, t
 
     def look(router: nn.Module, _, outputs) -> None:
         logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
+        if hasattr(router, "e_score_correction_bias"):
+            logits = logits.sigmoid() + router.e_score_correction_bias
         if chosen < logits.shape[-1]:
             best = logits.sort(dim=-1, descending=True).values
             narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -32,6 +33,7 @@ _CONFIGS = {
     "qwen3-experts": lambda **kw: Qwen3MoeConfig(
         **_SHAPE, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=4, **kw
     ),
+    "diffllama": lambda **kw: DiffLlamaConfig(**_SHAPE, **kw),  # no compiled decoder knows it
     "gpt-oss-experts": lambda **kw: GptOssConfig(
         **_SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=2, **kw
     ),

@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -90,6 +91,7 @@ _LATER = {
 LATER = {
     name: (getattr(transformers, kind), own) for name, (kind, own) in _LATER.items() if hasattr(transformers, kind)
 }
+UNDESCRIBED = {"diffllama": (DiffLlamaConfig, {})}  # no compiled decoder knows it
 _WINDOW = {"sliding_window": 8}
 _HALF = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 # Kinds and options of models of whose layers some see a window, or whose config at least names one.
@@ -123,7 +125,7 @@ def tiny(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float
 
     float64 by default: there a check of several positions at once and single steps agree on every token.
     """
-    config_class, own = {**ARCHITECTURES, **LATER}[kind]
+    config_class, own = {**ARCHITECTURES, **LATER, **UNDESCRIBED}[kind]
     shape = {**_GPT2_SHAPE, "n_positions": 512} if kind == "gpt2" else _SHAPE
     if kind == "gpt2" and "max_position_embeddings" in options:
         options["n_positions"] = options.pop("max_position_embeddings")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from eval.plans.models import Loaded
 from eval.plans.tables import PlanError
-from eval.targets import SHAPES, random_model
+from eval.targets import OF_CHAINS, random_model
 
 SHAPE = "shape:"  # before the name of a shape of eval/targets.py
 _ACCEPTANCE = "acceptance="
@@ -70,8 +70,8 @@ def draft_shape(word: str, where: str) -> Shape:
 
 
 def _known(name: str, word: str, where: str) -> str:
-    if name not in SHAPES:
-        raise PlanError(f"{where}: {word!r} names no shape, choose one of {', '.join(SHAPES)}")
+    if name not in OF_CHAINS:
+        raise PlanError(f"{where}: {word!r} names no shape, choose one of {', '.join(OF_CHAINS)}")
     return name
 
 
@@ -86,13 +86,13 @@ class ShapeTarget(Loaded):
 def random_prompts(shape: Shape, count: int, tokens: int, seed: int) -> list[str]:
     """`count` prompts of so many random ids, written as numbers: always the same ones of a seed."""
     size = (count, tokens)
-    rows = torch.randint(SHAPES[shape.name]["vocab_size"], size, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(OF_CHAINS[shape.name]["vocab_size"], size, generator=torch.Generator().manual_seed(seed))
     return [" ".join(map(str, row)) for row in rows.tolist()]
 
 
 def make_target(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> ShapeTarget:
     """A model of this shape, `dtype`, on the device, whose tokens follow one another as `successors` says."""
-    following = successors(SHAPES[shape.name]["vocab_size"], seed)
+    following = successors(OF_CHAINS[shape.name]["vocab_size"], seed)
     return ShapeTarget(_made(shape, following, device, dtype, seed), None, [])
 
 
@@ -139,7 +139,7 @@ def _made(shape: Shape, following: Tensor, device: str, dtype: torch.dtype, seed
     for first in range(0, len(following), _CHUNK):
         head[following[first : first + _CHUNK]] = embedding[first : first + _CHUNK] * (_RIGHT / embedding.shape[1])
     for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
             weight.mul_(_FAINT)
     model.config.name_or_path = str(shape)  # what chains call it
     _check(model, following, shape)

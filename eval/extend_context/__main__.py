@@ -36,9 +36,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from eval.extend_context.tokens import Texts, fingerprint, pack, read, unpack
-from eval.extend_context.training import Recipe, by_position, extend, load, train
+from eval.extend_context.training import MINUTES, POSITIONS, RATE, ROWS, THETA, extend, load
 from eval.refused import refused
+from eval.training.steps import Recipe, by_position, train
+from eval.training.tokens import Texts, fingerprint, pack, read, unpack
 
 RANGES = 8  # of positions, of equal length; the first is halved
 
@@ -52,13 +53,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, help="texts that --prepare wrote; those of --text follow them")
     parser.add_argument("--prepare", type=Path, metavar="FILE", help="write the texts' tokens, train nothing")
     parser.add_argument("--out", type=Path, help="folder that gets the model; it must not exist")
-    parser.add_argument("--positions", type=int, default=Recipe.positions, help=f"({Recipe.positions})")
-    parser.add_argument("--rope-theta", type=float, default=Recipe.theta, help=f"the rotary base ({Recipe.theta:.0f})")
+    parser.add_argument("--positions", type=int, default=POSITIONS, help=f"({POSITIONS})")
+    parser.add_argument("--rope-theta", type=float, default=THETA, help=f"the rotary base ({THETA:.0f})")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=Recipe.minutes, help=f"of training ({Recipe.minutes})")
+    length.add_argument("--minutes", type=float, default=MINUTES, help=f"of training ({MINUTES})")
     length.add_argument("--steps", type=int, help="of training, whatever the time")
-    parser.add_argument("--rows", type=int, default=Recipe.rows, help=f"windows a step ({Recipe.rows})")
-    parser.add_argument("--rate", type=float, default=Recipe.rate, help=f"the highest learning rate ({Recipe.rate})")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"windows a step ({ROWS})")
+    parser.add_argument("--rate", type=float, default=RATE, help=f"the highest learning rate ({RATE})")
     parser.add_argument("--windows", type=int, default=16, help="of each held-out text, at most (16)")
     parser.add_argument("--seed", type=int, default=0, help="(0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -119,9 +120,9 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: dic
 
 def make(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Texts) -> dict:
     """Measures, trains, measures; -> what training.json says."""
-    recipe = Recipe(args.positions, args.rope_theta, args.rows, args.rate, args.minutes, args.steps, args.seed)
-    report = {"recipe": asdict(recipe), "torch": torch.__version__, "device": args.device,
-              "stream_tokens": len(texts.trained)}
+    recipe = Recipe(args.positions, args.rows, args.rate, args.minutes, args.steps, args.seed)
+    report = {"recipe": {**asdict(recipe), "theta": args.rope_theta}, "torch": torch.__version__,
+              "device": args.device, "stream_tokens": len(texts.trained)}
     report["before"] = measure(model, texts, args.positions, args.windows, "before")
     torch.manual_seed(args.seed)
     extend(model, args.positions, args.rope_theta)

@@ -32,7 +32,7 @@ from .small import PAD, SETTINGS, VOCAB, small
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HEADER = ("Class", "Alone", "Chain", "Why not faster")
-COMPILED, ON_THE_CPU, ON_A_GPU = "compiled", "compiled on the CPU", "compiled on a GPU"
+COMPILED, ON_THE_CPU = "compiled", "compiled on the CPU"
 BY_MODULE, REFUSED = "module by module", "refused"
 LENGTHS, NEW, CHAINS = (12, 9, 5, 1), 20, ([], ["prompt_lookup"], ["mxfp4"])
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
@@ -64,10 +64,9 @@ def described(name: str) -> Row | None:
     entry = KNOWN.get(name)
     if entry is None:
         return None
-    for decoder, word in (("cuda", ON_THE_CPU), ("cpu", ON_A_GPU)):
-        why = not_served(entry, decoder)
-        if why is not None:
-            return Row(name, word, word, f"its description says {why}")
+    why = not_served(entry, "cuda")
+    if why is not None:
+        return Row(name, ON_THE_CPU, ON_THE_CPU, f"its description says {why}")
     return Row(name, COMPILED, COMPILED, "")
 
 

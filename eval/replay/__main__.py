@@ -39,7 +39,7 @@ import hf_mlspec
 from eval.plans.options import counts
 from eval.plans.places import TRACES
 from eval.records.writer import Results
-from eval.targets import SHAPES, random_model
+from eval.targets import OF_CHAINS, random_model
 from hf_mlspec import SpeculationStats
 from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
 
@@ -69,7 +69,7 @@ class Contender:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.replay", description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE", help="what to replay")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="the target: random BF16 weights (llama-1.1b)")
+    parser.add_argument("--shape", choices=sorted(OF_CHAINS), help="the target: random BF16 weights (llama-1.1b)")
     parser.add_argument("--model", help="the target: a folder instead of a shape")
     parser.add_argument("--format", choices=("int4", "mxfp4"), help="quantize the target")
     parser.add_argument("--level", action="append", default=[], help="one for each level of the traces, in order")
@@ -131,7 +131,7 @@ def room(args: argparse.Namespace) -> dict[str, int]:
 
 def contenders(args: argparse.Namespace, traces: dict[str, Trace]) -> list[list[Contender]]:
     """Per trace the target alone over its rows, then its chain, with each window."""
-    levels = [random_model(word, args.device, 1 + at, **room(args)) if word in SHAPES else word
+    levels = [random_model(word, args.device, 1 + at, **room(args)) if word in OF_CHAINS else word
               for at, word in enumerate(args.level)]
     words = [Path(word).name if "/" in word else word for word in args.level]
     found = []

@@ -16,7 +16,7 @@ from rich.console import Console
 from .. import ops
 from ..calibration.methods import WORDS, formats_of
 from ..checkpoints.readers import READERS
-from ..engines.architecture import KNOWN, ON_GPUS_ALONE, ON_THE_CPU_ALONE
+from ..engines.architecture import KNOWN, ON_THE_CPU_ALONE
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
@@ -52,7 +52,6 @@ def run_info(args: argparse.Namespace) -> int:
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
-             "compiled_on_gpus_alone": sorted(ON_GPUS_ALONE),
              "server": _server(),
              "streams": f"prompts in chunks of {PREFILL_CHUNK} tokens, kept prefixes (prefix_cache): compiled models",
              "hook": "on" if enabled() else "off",
@@ -80,7 +79,6 @@ def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], proble
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
              ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
-             ("of these on a GPU, not on a CPU", _classes(found["compiled_on_gpus_alone"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("planes streamed (plane_budget)", f"{', '.join(found['streamed_planes']['to'])}: {TOP_PLANES} stay"),

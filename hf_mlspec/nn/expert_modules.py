@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..formats import FORMATS
@@ -81,6 +82,17 @@ class ExpertModule:
         for key, buffer in source._buffers.items():
             if key not in own:
                 target.register_buffer(key, buffer, persistent=key not in source._non_persistent_buffers_set)
+
+
+@torch.no_grad()
+def out_major(weight: nn.Parameter) -> torch.Tensor:
+    """``[experts, out, in]`` of a parameter ``[experts, in, out]``, which is a view of it from then on."""
+    whole = weight.detach().transpose(1, 2)
+    if not whole.is_contiguous():
+        with torch.inference_mode(False):
+            whole = whole.contiguous()
+            weight.data = whole.transpose(1, 2)
+    return whole
 
 
 def _three_axes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -64,21 +64,38 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Sigmoids:
+    """How experts are chosen by sigmoids of the router's logits: those with the largest sums of it and of bias,
+    float32 ``[count]``, in the chosen_groups best of groups. Weights are the sigmoids, divided by their sum where they
+    are renormalized, times scale."""
+
+    bias: Tensor
+    groups: int
+    chosen_groups: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """What stands in a layer for gate, up and down.
 
-    router: float32 ``[count, hidden]``, with a shared expert one row more, whose sigmoid weighs it. chosen: experts of
-    a token, those of the largest logits, of equal ones the lower numbers. renormalize: whether the weights of a token,
-    softmax over all, are divided by their sum. up, down: of all experts, BF16, F32, MXFP4 or INT4; their tensors have
-    a first axis of experts: ``[count, 2 inner, hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``.
-    shared: gate, up and down, or {}.
+    router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
+    float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
+    renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
+    BF16, F32, MXFP4 or INT4; their tensors, biases too, have a first axis of experts: ``[count, 2 inner, hidden]``,
+    rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate and up come
+    in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up and down, or
+    {}.
     """
 
     router: Tensor
+    router_bias: Tensor | None
     chosen: int
     renormalize: bool
     up: Weight
     down: Weight
+    clamp: tuple[float, float] | None
+    sigmoids: Sigmoids | None
     shared: dict[str, Weight]
 
 
@@ -223,9 +240,16 @@ def set_delta(decoder, net: DeltaNet) -> None:
 
 def set_experts(decoder, experts: Experts) -> None:
     """Give the newest layer its experts. ValueError naming the expert and what does not fit."""
-    decoder.set_router(experts.router, experts.chosen, experts.renormalize, bool(experts.shared))
+    weighs_shared = len(experts.router) > len(experts.up.weight)
+    how = experts.chosen, experts.renormalize, bool(experts.shared), weighs_shared
+    decoder.set_router(experts.router, experts.router_bias, *how)
+    if experts.sigmoids is not None:
+        own = experts.sigmoids
+        decoder.set_sigmoids(own.bias, own.groups, own.chosen_groups, own.scale)
+    if experts.clamp is not None:
+        decoder.set_pairs(*experts.clamp)
     for name, weight in (("up", experts.up), ("down", experts.down)):
-        tensors = weight.weight, weight.scale, weight.zero
+        tensors = weight.weight, weight.scale, weight.zero, weight.bias
         shape = weight.format, weight.in_features, weight.out_features
         decoder.set_experts(name, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
     for name, weight in experts.shared.items():

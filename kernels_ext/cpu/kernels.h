@@ -201,6 +201,7 @@ struct mlspec_attention_args {
   float softcap;            // 0, or: score = softcap * tanh(score / softcap)
   float* out;               // out + t * out_token_stride + h * head_dim
   int64_t out_token_stride;
+  const float* sinks = nullptr;  // [num_heads], or null: of each head a score more in its softmax, which has no value
 };
 typedef void (*mlspec_attention_fn)(const struct mlspec_attention_args* args);
 
@@ -244,6 +245,8 @@ struct mlspec_row_ops {
   void (*narrow)(const float* x, mlspec_dtype dtype, int64_t n, void* y);
   void (*activate)(const float* x, mlspec_activation kind, int64_t n, float* y);  // y may be x
   void (*activate_mul)(const float* gate, const float* up, mlspec_activation kind, int64_t n, float* y);
+  // y = (up + 1) * gate * sigmoid(slope * gate), of gates up to limit and ups within limit, which come in turns: pairs[2 n]
+  void (*gate_pairs)(const float* pairs, float slope, float limit, int64_t n, float* y);
   // Rotates the first rotary_dim elements of a head in place, halves against each other; cos, sin: [rotary_dim / 2]
   void (*rope)(float* head, const float* cos, const float* sin, int64_t rotary_dim);
   void (*rope_pairs)(float* head, const float* cos, const float* sin, int64_t rotary_dim);  // neighbours against each other

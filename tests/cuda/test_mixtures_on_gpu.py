@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoder_cases import check_captured_chain, check_captured_step, random_ids
-from decoders import GPU_MIXTURES, Lanes, exact_and_firm, random_model
+from decoders import MIXTURES, Lanes, exact_and_firm, random_model
 from torch import nn
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
@@ -31,7 +31,7 @@ def packed_on_gpu(name: str, format: str, **options) -> nn.Module:
     return model.eval().cuda()
 
 
-@pytest.mark.parametrize("name", GPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_within_three_times_the_error_of_the_modules(name):
     """Where no choice of experts hangs on a rounding error."""
     model, ids = on_gpu(name), random_ids(12)
@@ -44,7 +44,7 @@ def test_within_three_times_the_error_of_the_modules(name):
     assert 0 < error <= 3 * theirs
 
 
-@pytest.mark.parametrize("name", GPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_bits_do_not_depend_on_who_else_visits_an_expert(name):
     """One by one, in checks of nine, alone, in a batch of 32, behind padding: the same bits."""
     decoder, ids = CudaDecoder(on_gpu(name)), random_ids(32)

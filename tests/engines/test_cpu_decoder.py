@@ -292,13 +292,13 @@ def test_a_model_that_was_pruned_alike_everywhere_runs_fused():
 
 
 def test_an_unknown_architecture_is_served_linear_by_linear(tiny_model, caplog):
-    model = tiny_model("gpt-oss-experts", torch.bfloat16)
+    model = tiny_model("diffllama", torch.bfloat16)
     ids = torch.randint(1, 100, (1, 9))
     with torch.no_grad():
         stock = model(ids).logits
     hf_mlspec.prepare(model)
     assert type(model.model.layers[0].self_attn.q_proj) is KernelLinear
-    assert "GptOssForCausalLM" in caplog.text
+    assert "DiffLlamaForCausalLM" in caplog.text
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, stock, atol=0.05)
     hf_mlspec.restore(model)

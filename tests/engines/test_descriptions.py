@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from decoders import CONFIGS, CPU_CONFIGS, GPU_MIXTURES, HYBRIDS, Lanes, capped, random_model
+from decoders import CONFIGS, CPU_CONFIGS, CPU_MIXTURES, HYBRIDS, Lanes, capped, random_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN, Description, UnknownArchitecture
-from hf_mlspec.engines.architecture.description import CPU_WORDS, GPU_FIELDS, SEPARATE, WORDS
+from hf_mlspec.engines.architecture.description import CPU_WORDS, SEPARATE, WORDS
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
@@ -68,7 +68,7 @@ def differences(model: nn.Module) -> list[float]:
 
 
 def test_every_entry_has_a_model_that_the_decoders_are_compared_with():
-    described = {type(random_model(name, torch.float32)).__name__ for name in (*CPU_CONFIGS, *GPU_MIXTURES, *HYBRIDS)}
+    described = {type(random_model(name, torch.float32)).__name__ for name in (*CPU_CONFIGS, *CPU_MIXTURES, *HYBRIDS)}
     assert described == {name for name in KNOWN if hasattr(transformers, name)}
     assert all(name == entry.class_name for name, entry in KNOWN.items())
 
@@ -276,15 +276,13 @@ def test_delta_nets_are_refused_by_the_decoder_of_gpus(describe, name):
         CudaDecoder(model)
 
 
-@pytest.mark.parametrize("field", GPU_FIELDS)
-def test_a_field_that_the_decoder_of_gpus_alone_reads_is_refused_by_the_other(describe, field):
+def test_sinks_that_a_layer_does_not_have_are_named(describe):
     model = random_model("llama", torch.float32)
-    describe(replace(LLAMA, **{field: "some_name"}))
-    words = f"its description says {field} 'some_name'; the compiled decoder of CPUs has none"
-    with pytest.raises(UnknownArchitecture, match=words):
-        CpuDecoder(model)
-    with pytest.raises(UnknownArchitecture, match="its description names some_name, which its LlamaDecoderLayer does"):
-        CudaDecoder(model)
+    describe(replace(LLAMA, sinks="some_name"))
+    for decoder in (CpuDecoder, CudaDecoder):
+        words = "its description names some_name, which its LlamaDecoderLayer does"
+        with pytest.raises(UnknownArchitecture, match=words):
+            decoder(model)
 
 
 def test_a_config_that_asks_for_what_a_description_leaves_out_is_refused_by_its_entry():

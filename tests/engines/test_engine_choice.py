@@ -112,12 +112,13 @@ def test_a_named_engine_that_cannot_run_the_target_says_why(tiny_model, name):
 
 
 def test_a_level_that_the_named_engine_cannot_run_goes_module_by_module(model, tiny_model, caplog):
-    level = tiny_model("gpt-oss-experts", vocab_size=model.config.vocab_size)
+    level = tiny_model("diffllama", vocab_size=model.config.vocab_size)
     config = {"engine": "cpu", "num_draft_tokens": 2}
     inputs = prompts([5])
     out = model.generate(**inputs, **OPTIONS, assistant_models=[level], speculation_config=config)
     assert torch.equal(out, model.generate(**inputs, **OPTIONS, assistant_models=[]))
-    assert caplog.text.count("GptOssForCausalLM runs module by module: its description says sinks") == 1
+    said = "DiffLlamaForCausalLM runs module by module: the compiled decoder does not know this class"
+    assert caplog.text.count(said) == 1
 
 
 def test_without_kernels_the_engine_of_the_cpu_is_an_error_by_name_only(model, monkeypatch):
@@ -145,7 +146,7 @@ def test_why_a_model_runs_by_module(model, tiny_model):
 
 
 def test_linears_that_were_served_come_back_as_they_were(tiny_model):
-    model = tiny_model("gpt-oss-experts", torch.bfloat16)
+    model = tiny_model("diffllama", torch.bfloat16)
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     names, parameters = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
     linear, calls = model.model.layers[0].self_attn.q_proj, []
@@ -166,7 +167,7 @@ def test_linears_that_were_served_come_back_as_they_were(tiny_model):
 
 
 def test_a_served_head_stays_tied(tiny_model):
-    model = tiny_model("gpt-oss-experts", torch.bfloat16)
+    model = tiny_model("diffllama", torch.bfloat16)
     model.lm_head.weight = model.model.embed_tokens.weight
     hf_mlspec.prepare(model)
     assert type(model.lm_head) is KernelLinear

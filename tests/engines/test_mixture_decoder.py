@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import GPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
+from decoders import CPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
 from torch import nn
 from warned import forget_warnings
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN, Mixture, UnknownArchitecture, outline
+from hf_mlspec.engines.architecture.description import SHARED_UNWEIGHED
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
@@ -49,7 +50,7 @@ def some_ids(rows: int = 2, seed: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", CPU_MIXTURES)
 def test_within_twice_the_error_of_the_modules(name, dtype):
     """Where no choice of experts hangs on a rounding error; in float32 that is everywhere."""
     model, ids = random_model(name, dtype), some_ids(8)
@@ -64,7 +65,7 @@ def test_within_twice_the_error_of_the_modules(name, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", CPU_MIXTURES)
 def test_bits_do_not_depend_on_who_else_visits_an_expert(name, dtype, threads):
     """All at once, one by one, alone in the batch, beside a row of another length, and on any number of threads."""
     model, ids = random_model(name, dtype), some_ids()
@@ -154,6 +155,54 @@ def test_counts_of_experts_are_each_layers_own():
     torch.testing.assert_close(scored_together(model, ids), stock, atol=1e-4, rtol=1e-4)
 
 
+GROUPS = {"two of four": (4, 2, 2), "one of two": (2, 1, 3), "all of two": (2, 2, 3), "one of one": (1, 1, 8)}
+
+
+@pytest.mark.parametrize(("groups", "looked_at", "chosen"), GROUPS.values(), ids=GROUPS)
+def test_experts_are_chosen_in_the_best_groups(groups, looked_at, chosen):
+    """As the modules choose them, and not as without groups; a draft with fewer experts looks at the same ones."""
+    how = {"n_group": groups, "topk_group": looked_at, "num_experts_per_tok": chosen}
+    model, ids = random_model("glm4-moe", torch.float32, **how), some_ids(4)
+    for one in (model, hf_mlspec.fewer_experts(model, 1)):
+        with torch.no_grad():
+            stock = one(ids).logits
+        found = scored_together(one, ids)
+        torch.testing.assert_close(found, stock, atol=1e-4, rtol=1e-4)
+    before = scored_together(model, ids)
+    for layer in list(model.model.layers)[1:]:
+        layer.mlp.gate.num_group = layer.mlp.gate.topk_group = 1
+    assert torch.equal(scored_together(model, ids), before) == (groups == looked_at)
+
+
+def test_a_bias_of_the_choice_weighs_nothing():
+    """Of all experts it chooses them, and their weights are as without it."""
+    model, ids = random_model("glm4-moe", torch.float32, num_experts_per_tok=8), some_ids()
+    before = scored_together(model, ids)
+    for layer in list(model.model.layers)[1:]:
+        layer.mlp.gate.e_score_correction_bias.neg_()  # another order of the same experts
+    torch.testing.assert_close(scored_together(model, ids), before, atol=1e-4, rtol=1e-4)
+    model = random_model("glm4-moe", torch.float32)
+    before = scored_together(model, ids)
+    model.get_submodule(LAYER).gate.e_score_correction_bias.neg_()
+    assert (scored_together(model, ids) - before).abs().max() > 1e-2
+
+
+def test_groups_without_enough_experts_and_a_broken_bias_are_named():
+    model = random_model("glm4-moe", torch.float32, n_group=4, topk_group=1, num_experts_per_tok=3)
+    with pytest.raises(ValueError, match="layer 1 sends each token to 3 of 8 experts in 1 of 4 groups: n_group"):
+        CpuDecoder(model)
+    model = random_model("glm4-moe", torch.float32)
+    model.get_submodule(LAYER).gate.e_score_correction_bias[5] = float("nan")
+    with pytest.raises(ValueError, match="bias of the router's choice of layer 1 holds NaN or Inf for expert 5"):
+        CpuDecoder(model)
+
+
+def test_sigmoids_are_not_yet_those_of_gpus():
+    words = "says scores 'sigmoid' of experts; the compiled decoder of GPUs takes 'softmax'"
+    with pytest.raises(UnknownArchitecture, match=words):
+        CudaDecoder(random_model("glm4-moe", torch.bfloat16))
+
+
 def test_more_experts_a_token_than_there_are_is_one_error():
     model = random_model("qwen3-moe", torch.float32)
     model.get_submodule(LAYER).gate.top_k = 7
@@ -202,7 +251,7 @@ def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", GPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_the_decoder_of_gpus_computes_the_same_and_keeps_bits(name, dtype):
     """On the CPU through its ops: within the error of the modules, and one by one the same bits."""
     model, ids = random_model(name, dtype), some_ids(8)
@@ -251,6 +300,8 @@ CHANGES = {
     "qwen2-moe, nothing shared": ("qwen2-moe", {}, Mixture()),
     "qwen3-moe, not renormalized": ("qwen3-moe", {}, Mixture(renormalize=False)),
     "qwen3-moe, all chosen": ("qwen3-moe", {}, Mixture(chosen="num_experts")),
+    "glm4-moe, softmax": ("glm4-moe", {}, Mixture(shared=SHARED_UNWEIGHED, shared_gate=None)),
+    "glm4-moe, nothing shared": ("glm4-moe", {}, Mixture(scores="sigmoid")),
 }
 
 
@@ -289,7 +340,7 @@ FORMATS = {"mxfp4": {}, "int4": {"group_size": 32}, "int4 with zeros": {"group_s
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe"])
 def test_packed_experts_follow_their_values(name, format):
     """At 16 activation bits the error of rounding activations to bfloat16; at 8 somewhat more."""
     model, ids = packed_mixture(name, format.split()[0], **FORMATS[format]), some_ids(16)
@@ -305,8 +356,9 @@ def test_packed_experts_follow_their_values(name, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bits_of_packed_experts_do_not_depend_on_the_grouping(format):
-    model, ids = packed_mixture("qwen2-moe", format.split()[0], **FORMATS[format]), some_ids()
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+def test_bits_of_packed_experts_do_not_depend_on_the_grouping(name, format):
+    model, ids = packed_mixture(name, format.split()[0], **FORMATS[format]), some_ids()
     for bits in CpuDecoder(model).bit_choices:
         together = scored_together(model, ids, bits)
         single = runner_of(model, 2, bits)
@@ -315,7 +367,7 @@ def test_bits_of_packed_experts_do_not_depend_on_the_grouping(format):
         assert torch.equal(together[1:], scored_together(model, ids[1:], bits)), bits
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe"])
 def test_a_cast_reads_the_experts_where_its_own_are(name):
     """One copy of the codes, in tiles; the cast's logits are those of its dense values."""
     model = random_model(name, torch.float32, **PACKED_MIXTURE, shared_expert_intermediate_size=64)

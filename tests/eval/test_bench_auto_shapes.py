@@ -92,8 +92,9 @@ def test_guesses_differ_after_the_share_that_was_asked(shapes, acceptance, wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_target_writes_the_successors_whatever_stands_before(shapes, dtype):
-    target = shapes.make_target(shapes.Shape("tiny"), "cpu", dtype, SEED).model
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+def test_a_target_writes_the_successors_whatever_stands_before(shapes, name, dtype):
+    target = shapes.make_target(shapes.Shape(name), "cpu", dtype, SEED).model
     assert target.dtype == dtype
     asked = walk(shapes.successors(96, SEED), 5, 60)
     for prompt in ([5], [80, 2, 33, 5]):

@@ -43,7 +43,7 @@ def test_prepared_tokens_are_the_texts_tokens(tmp_path, capsys):
     tokens, text = tmp_path / "tokens.npz", tmp_path / "text.py"
     text.write_text("def mean(values):\n    return sum(values) / len(values)\n" * 40)
     assert program().main(["--smoke", "--prepare", str(tokens), "--text", str(text), "--held-out", str(text)]) == 0
-    room = importlib.import_module(f"{PROGRAM}.tokens")
+    room = importlib.import_module("eval.training.tokens")
     with np.load(tokens) as arrays:
         vocabulary = str(arrays["vocabulary"])
     texts = room.unpack(tokens, vocabulary)
@@ -55,7 +55,7 @@ def test_prepared_tokens_are_the_texts_tokens(tmp_path, capsys):
 
 
 def test_an_epoch_reads_every_piece_once():
-    batches = importlib.import_module(f"{PROGRAM}.tokens").batches
+    batches = importlib.import_module("eval.training.tokens").batches
     stream = torch.arange(103, dtype=torch.int32)
     source, again = batches(stream, 10, 3, seed=1), batches(stream, 10, 3, seed=1)
     first = torch.cat([next(source) for _ in range(3)])  # 9 pieces of 10 or 11, as the offset falls
@@ -66,7 +66,7 @@ def test_an_epoch_reads_every_piece_once():
 
 
 def test_losses_by_position_are_those_of_the_model():
-    training = importlib.import_module(f"{PROGRAM}.training")
+    training = importlib.import_module("eval.training.steps")
 
     class Counts(torch.nn.Module):
         """Says token t + 1 behind token t, surely, and nothing behind 5."""
@@ -108,6 +108,6 @@ def test_a_folder_that_exists_and_texts_that_are_too_short(tmp_path, capsys):
 
 
 def test_training_itself_does_not_need_the_package():
-    names = ["training", "tokens", "__main__"]
-    code = f"import sys; [__import__(f'{PROGRAM}.{{n}}') for n in {names}]; sys.exit('hf_mlspec' in sys.modules)"
+    names = [f"{PROGRAM}.__main__", f"{PROGRAM}.training", "eval.training.steps", "eval.training.tokens"]
+    code = f"import sys; [__import__(n) for n in {names}]; sys.exit('hf_mlspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,6 @@ from eval.list_architectures.__main__ import (
     COMPILED,
     END,
     HEADER,
-    ON_A_GPU,
     ON_THE_CPU,
     REFUSED,
     asked,
@@ -23,7 +22,7 @@ from eval.list_architectures.__main__ import (
     ran,
 )
 from eval.list_architectures.small import SETTINGS
-from hf_mlspec.engines.architecture import KNOWN, ON_GPUS_ALONE, ON_THE_CPU_ALONE
+from hf_mlspec.engines.architecture import KNOWN, ON_THE_CPU_ALONE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "architectures.md"
 TABLE = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
@@ -37,13 +36,11 @@ def test_every_described_class_stands_in_the_table_as_its_description_says():
     for name in KNOWN:
         row = described(name)
         assert found[name] == [row.alone, row.chain, row.why]
-        assert row.alone == (
-            ON_THE_CPU if name in ON_THE_CPU_ALONE else ON_A_GPU if name in ON_GPUS_ALONE else COMPILED
-        )
+        assert row.alone == (ON_THE_CPU if name in ON_THE_CPU_ALONE else COMPILED)
 
 
 def test_no_class_without_a_description_is_called_compiled():
-    assert {name for name, alone, *_ in ROWS if alone in (COMPILED, ON_THE_CPU, ON_A_GPU)} == set(KNOWN)
+    assert {name for name, alone, *_ in ROWS if alone in (COMPILED, ON_THE_CPU)} == set(KNOWN)
     assert len(KNOWN) >= 40
 
 

@@ -70,8 +70,6 @@ def test_one_expert_a_token_cannot_be_fewer():
 @pytest.mark.parametrize("kind", [*MIXTURES, "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_level_of_fewer_experts_changes_no_token(kind, levels, shared, dtype):
-    if kind == "gpt_oss" and dtype == torch.bfloat16:
-        pytest.skip("module by module bfloat16 is not batch-invariant")
     model, inputs = tiny(kind, dtype=dtype), prompts([5, 13, 1, 8])
     options = {"do_sample": False, "max_new_tokens": 30}
     config = SpeculationConfig(num_draft_tokens=5, confidence_threshold=0.0, shared_cache=shared)

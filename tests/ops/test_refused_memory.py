@@ -38,12 +38,12 @@ def weight(name, outputs, inputs, *experts):
 def decoder():
     made = compiled_decoder(Sizes(32, 2, 2, 16, 64, 200, 200, 16, "silu", 1e-5), torch.float32, table, torch.ones(32))
     made.set_rope(0, torch.ones(64, 8), torch.zeros(64, 8))
-    made.add_layer([torch.ones(32), torch.ones(32), *[None] * 10], 0, 0)
+    made.add_layer([torch.ones(32), torch.ones(32), *[None] * 10], 0, 0, None)
     for name in "qkvo":
         set_linear(made, name, weight(name, 32, 32))
     shared = {"gate": weight("gate", 64, 32), "up": weight("shared", 64, 32), "down": weight("shared_down", 32, 64)}
     up, down = weight("up", 128, 32, 6), weight("down", 32, 64, 6)
-    set_experts(made, Experts(weight("router", 7, 32).weight, 2, True, up, down, shared))
+    set_experts(made, Experts(weight("router", 7, 32).weight, None, 2, True, up, down, None, None, shared))
     set_linear(made, "head", weight("head", 200, 32))
     return made
 

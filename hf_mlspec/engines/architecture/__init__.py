@@ -2,7 +2,7 @@
 
 from .description import NORMS, Description, Mixture
 from .interpret import CPU, linear_shape, outline, require_format, require_known
-from .known import KNOWN, ON_GPUS_ALONE, ON_THE_CPU_ALONE
+from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
@@ -12,7 +12,6 @@ __all__ = [
     "FIRST_POSITIONS",
     "KNOWN",
     "NORMS",
-    "ON_GPUS_ALONE",
     "ON_THE_CPU_ALONE",
     "Block",
     "Description",

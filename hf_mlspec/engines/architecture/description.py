@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Per field: the words that both decoders take, and those that architectures use which have no decoder yet.
-# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet. GPU_FIELDS: what that of GPUs reads, and
-# that of the CPU does not yet: there anything but None is refused.
+# CPU_WORDS: what the decoder of the CPU takes, and that of GPUs does not yet.
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
@@ -28,8 +27,8 @@ CPU_WORDS = {
     "head_norms": ("per rotated head",),
     "head_gates": ("behind each query",),
 }
-GPU_FIELDS = ("sinks",)
-GATES = ("halves", "clamped pairs")  # of experts; the decoder of the CPU takes the first
+GATES = ("halves", "clamped pairs")  # of experts
+SCORES = ("softmax", "sigmoid")  # of experts; the decoder of GPUs takes the first
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -56,6 +55,7 @@ LINEARS = (*dict.fromkeys((*SEPARATE, *FUSED)), "qkv_by_head")
 
 
 SHARED = {name: f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+SHARED_UNWEIGHED = {name: f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,10 @@ class Mixture:
     turns, and what gpt-oss computes of them, with `alpha` and `limit` of its experts, which have biases and are
     [in, out].
     shared: places of gate, up and down of an expert that all tokens go to; {}: there is none. shared_gate: the place
-    of a linear to one output, whose sigmoid is its weight.
+    of a linear to one output, whose sigmoid is its weight; None: it has none, its weight is 1.
+    scores: "softmax" of the logits, or "sigmoid" of each (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Then these
+    are attributes of the router: choice_bias is added to scores where experts are chosen; a token's experts lie in the
+    chosen_groups best of groups, by the sum of the two best in each; scale multiplies the weights.
     """
 
     router: str = "mlp.gate"
@@ -79,11 +82,18 @@ class Mixture:
     renormalize: str | bool = "norm_topk_prob"
     gate: str = "halves"
     shared: Mapping[str, str] = field(default_factory=dict)
-    shared_gate: str = "mlp.shared_expert_gate"
+    shared_gate: str | None = "mlp.shared_expert_gate"
+    scores: str = "softmax"
+    choice_bias: str = "e_score_correction_bias"
+    groups: str = "num_group"
+    chosen_groups: str = "topk_group"
+    scale: str = "routed_scaling_factor"
 
     def __post_init__(self) -> None:
-        if self.gate not in GATES:
-            raise ValueError(f"Mixture: gate says {self.gate!r}, choose from {', '.join(map(repr, GATES))}")
+        for name, words in (("gate", GATES), ("scores", SCORES)):
+            said = getattr(self, name)
+            if said not in words:
+                raise ValueError(f"Mixture: {name} says {said!r}, choose from {', '.join(map(repr, words))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,7 @@ class Description:
     "k": queries and keys. A place that holds an nn.Identity has none.
     head_norms: whether q and k are normed "per head", over "all heads" at once (OLMo 2) or, on the CPU, "per rotated
     head": behind the rotation (HunYuan).
+    head_norms_flag: a config entry that says whether there are norms of queries and keys (GLM-4-MoE).
     residual: "sequential": the MLP reads the sum with attention; "parallel": both read the sum before them, through
     norms of their own or one that both name (Cohere).
     residual_flag: a config entry that says whether it is parallel (GPT-NeoX); residual says what the entry has to be.
@@ -167,6 +178,7 @@ class Description:
     windows: str
     package: str = "transformers.models."
     head_norms: str = "per head"
+    head_norms_flag: str | None = None
     residual: str = "sequential"
     residual_flag: str | None = None
     mlp: str = "gated"
@@ -234,12 +246,9 @@ def not_served(description: Description, decoder: str) -> str | None:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
     if decoder == "cuda" and description.delta is not None:
         return f"delta {description.delta.kind!r}; the compiled decoder {_OF[decoder]}has none"
-    for name in GPU_FIELDS if decoder == "cpu" else ():
-        word = getattr(description, name)
-        if word is not None:
-            return f"{name} {word!r}; the compiled decoder {_OF[decoder]}has none"
-    if decoder == "cpu" and description.experts is not None and description.experts.gate != GATES[0]:
-        return f"gate {description.experts.gate!r}; the compiled decoder {_OF[decoder]}takes {GATES[0]!r}"
+    scores = SCORES[0] if description.experts is None else description.experts.scores
+    if decoder == "cuda" and scores != SCORES[0]:
+        return f"scores {scores!r} of experts; the compiled decoder {_OF[decoder]}takes {SCORES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

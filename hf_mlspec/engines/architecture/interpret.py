@@ -48,7 +48,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         table = table.weight.detach()
     kinds = _rope_kinds(entry, config)
     blocks = [
-        _block(entry, config, layer, i, kinds.index(_rope_kind(entry, config, i)))
+        _block(entry, config, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, blocks)
@@ -254,7 +254,7 @@ def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = n
     raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
 
 
-def _block(entry: Description, config, layer: nn.Module, index: int, rope_table: int) -> Block:
+def _block(entry: Description, config, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
     try:
         experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
     except UnreadExperts as error:
@@ -267,12 +267,13 @@ def _block(entry: Description, config, layer: nn.Module, index: int, rope_table:
         places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}
         norms = {name: place for name, place in norms.items() if name not in ("q", "k")}
     modules = {name: _part(layer, place) for name, place in places.items()}
-    norms = {name: _part(layer, place) for name, place in norms.items()}
+    without = () if entry.head_norms_flag is None or named(config, entry, "head_norms_flag") else ("q", "k")
+    norms = {name: _part(layer, place) for name, place in norms.items() if name not in without}
     width = linear_shape(modules["o" if delta is None else "delta_out"], "o")[1]
     found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
     sinks = None if entry.sinks is None else _part(layer, entry.sinks, nn.Module.get_parameter).detach()
     norms = [found.get(name) for name in NORMS]
-    return Block(modules, norms, _window(entry, config, index), rope_table, experts, sinks, delta)
+    return Block(modules, norms, window, rope_table, experts, sinks, delta)
 
 
 def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:

@@ -8,4 +8,3 @@ from .families import behind, hybrids, layer_norms, mixtures, rms
 _ENTRIES = (*rms.ENTRIES, *behind.ENTRIES, *layer_norms.ENTRIES, *mixtures.ENTRIES, *hybrids.ENTRIES)
 KNOWN: dict[str, Description] = {entry.class_name: entry for entry in _ENTRIES}
 ON_THE_CPU_ALONE = tuple(name for name, entry in KNOWN.items() if not_served(entry, "cuda") is not None)
-ON_GPUS_ALONE = tuple(name for name, entry in KNOWN.items() if not_served(entry, "cpu") is not None)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ...nn.expert_modules import ExpertModule
 from ...nn.experts import PackedExperts
 from ...nn.packed import PackedLinear
-from .description import GATES, Mixture
+from ...ops.compiled_decoder import Sigmoids
+from .description import GATES, SCORES, Mixture
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class ExpertBlock:
 
     chosen: of a token. renormalize: whether its weights are divided by their sum. biases: ``[count, out]`` of each
     projection, {} where there are none. clamp: slope and limit where gate and up come in turns (`ops.gated_pairs`),
-    None where gate comes before up. shared: gate, up and down of an expert that all tokens go to, {} where there is
-    none; shared_router: ``[1, hidden]``, whose sigmoid weighs it.
+    None where gate comes before up. sigmoids: how they choose, None: softmax of logits. shared: gate, up and down of
+    an expert that all tokens go to, {} where there is none; shared_router: ``[1, hidden]``, whose sigmoid weighs it,
+    None: nothing does.
     """
 
     experts: nn.Module
@@ -31,6 +33,7 @@ class ExpertBlock:
     renormalize: bool
     biases: dict[str, Tensor]
     clamp: tuple[float, float] | None
+    sigmoids: Sigmoids | None
     shared: dict[str, nn.Module]
     shared_router: Tensor | None
 
@@ -64,9 +67,8 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         )
     chosen = getattr(router, entry.chosen)
     _require_choice(chosen, original.num_experts, index)
-    _require_finite(weight, index)
-    if bias is not None:
-        _require_finite(bias.detach()[:, None], index)
+    for part in (weight, *(() if bias is None else (bias.detach()[:, None],))):
+        _require_finite(part, f"router of layer {index}", " in its row of expert {}")
     renormalize = entry.renormalize
     shared = {name: layer.get_submodule(place) for name, place in entry.shared.items()}
     return ExpertBlock(
@@ -78,9 +80,25 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         getattr(router, renormalize) if isinstance(renormalize, str) else renormalize,
         {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes} if experts.has_bias else {},
         None if entry.gate == GATES[0] else (float(experts.alpha), float(experts.limit)),
+        None if entry.scores == SCORES[0] else _sigmoids(entry, router, index),
         shared,
-        _gate_of(layer.get_submodule(entry.shared_gate), index) if shared else None,
+        _gate_of(layer.get_submodule(entry.shared_gate), index) if shared and entry.shared_gate else None,
     )
+
+
+def _sigmoids(entry: Mixture, router: nn.Module, index: int) -> Sigmoids:
+    """How the router of layer ``index`` chooses; ValueError for a bias that is not finite, and where the groups that a
+    token looks at have too few experts for it."""
+    bias = getattr(router, entry.choice_bias).detach().float().contiguous()
+    _require_finite(bias[:, None], f"bias of the router's choice of layer {index}", " for expert {}")
+    groups, chosen_groups = getattr(router, entry.groups), getattr(router, entry.chosen_groups)
+    chosen = getattr(router, entry.chosen)
+    if len(bias) % groups or not 1 <= chosen_groups <= groups or chosen > len(bias) // groups * chosen_groups:
+        raise ValueError(
+            f"layer {index} sends each token to {chosen} of {len(bias)} experts in {chosen_groups} of {groups} "
+            "groups: n_group has to divide the experts, and topk_group of them to hold as many as a token goes to"
+        )
+    return Sigmoids(bias, groups, chosen_groups, float(getattr(router, entry.scale)))
 
 
 def _require_choice(chosen: int, experts: int, index: int) -> None:
@@ -94,11 +112,7 @@ def _require_choice(chosen: int, experts: int, index: int) -> None:
 def _gate_of(linear: nn.Module, index: int) -> Tensor:
     """`_row_of` what weighs the shared expert of layer ``index``, whose values have to be finite."""
     row = _row_of(linear)
-    if not row.is_meta and not torch.isfinite(row).all():
-        raise ValueError(
-            f"the gate of the shared expert of layer {index} holds NaN or Inf: every token of that layer would be "
-            "lost; restore the checkpoint"
-        )
+    _require_finite(row, f"gate of the shared expert of layer {index}")
     return row
 
 
@@ -132,14 +146,15 @@ def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertMo
     return found
 
 
-def _require_finite(router: Tensor, index: int) -> None:
-    if router.is_meta:
+def _require_finite(rows: Tensor, name: str, where: str = "") -> None:
+    """ValueError for NaN or Inf in the rows of ``name``; where: what the message says of the first one's number."""
+    if rows.is_meta:
         return
-    broken = (~torch.isfinite(router)).any(dim=1).nonzero()
+    broken = (~torch.isfinite(rows)).any(dim=1).nonzero()
     if len(broken):
         raise ValueError(
-            f"the router of layer {index} holds NaN or Inf in its row of expert {int(broken[0])}: every token of that "
-            "layer would be lost; restore the checkpoint"
+            f"the {name} holds NaN or Inf{where.format(int(broken[0]))}: every token of that layer would be lost; "
+            "restore the checkpoint"
         )
 
 

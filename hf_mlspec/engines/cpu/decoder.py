@@ -45,7 +45,7 @@ class CpuDecoder:
         if found.sizes.delta is not None:
             set_delta_sizes(self.handle, found.sizes.delta)
         for layer in found.layers:
-            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table)
+            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table, layer.sinks)
             if layer.delta is not None:
                 set_delta(self.handle, layer.delta)
             for name, weight in layer.linears.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...formats.mxfp4 import BLOCK
+from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, Experts, Weight
 from ..architecture import ExpertBlock, UnknownArchitecture
@@ -23,23 +24,38 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
 
     UnknownArchitecture names what does not fit.
     """
-    router = block.router.float()
+    router, bias = block.router.float(), block.router_bias
     if block.shared_router is not None:
         router = torch.cat([router, block.shared_router.float()])
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
     shared = {name: read(module, f"shared {name}") for name, module in block.shared.items()}
     if any(weight.order is not None or weight.rotation is not None for weight in shared.values()):
         raise UnknownArchitecture("its shared expert transforms its inputs")
     require_experts(block, "CPU")
     weight = _packed if type(block.experts) is PackedExperts else _dense
     return Experts(
-        router.contiguous(), block.chosen, block.renormalize, weight(block, _UP), weight(block, _DOWN), shared
+        router.contiguous(),
+        None if bias is None else bias.float(),
+        block.chosen,
+        block.renormalize,
+        weight(block, _UP),
+        weight(block, _DOWN),
+        block.clamp,
+        block.sigmoids,
+        shared,
     )
 
 
 def _dense(block: ExpertBlock, key: str) -> Weight:
-    weight = getattr(block.experts, key).detach()
+    weight = getattr(block.experts, key)
+    weight = out_major(weight) if block.original.transposed else weight.detach()
     out_features, in_features = block.original.sizes[key]
-    return Weight(_DENSE[weight.dtype], weight, in_features, out_features)
+    return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=_bias(block, key))
+
+
+def _bias(block: ExpertBlock, key: str) -> Tensor | None:
+    bias = block.biases.get(key)
+    return None if bias is None else bias.float().contiguous()
 
 
 def _packed(block: ExpertBlock, key: str) -> Weight:
@@ -54,6 +70,7 @@ def _packed(block: ExpertBlock, key: str) -> Weight:
         out_features,
         scale=parts.scale,
         zero=None if mxfp4 else parts.zero,
+        bias=_bias(block, key),
         group_size=BLOCK if mxfp4 else experts.group_size,
         bits=experts.switch.bits,
     )

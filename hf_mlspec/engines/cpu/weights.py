@@ -51,14 +51,15 @@ _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
 @dataclass
 class Layer:
     """Linears by name (q, k, v, o, gate, up, down, or experts for the last three, or delta and its linears for the
-    first four), norms as in Block."""
+    first four), norms as in Block; sinks float32 ``[heads]``."""
 
     linears: dict[str, Weight]
     norms: list[Norm | None]
     window: int
     rope_table: int
-    experts: Experts | None = None
-    delta: DeltaNet | None = None
+    experts: Experts | None
+    sinks: Tensor | None
+    delta: DeltaNet | None
 
 
 @dataclass
@@ -85,6 +86,7 @@ def read(model: nn.Module) -> Architecture:
             block.window,
             block.rope_table,
             None if block.experts is None else read_experts(block.experts, read_weight),
+            None if block.sinks is None else block.sinks.float().contiguous(),
             block.delta,
         )
         for block in found.blocks

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import ops
 from ...formats import Parts
+from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
 from ...precision import Bits
 from ..architecture import ExpertBlock, UnknownArchitecture
@@ -107,22 +108,11 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
             projections.append(FourBitExperts(block.experts, tiles, own, block.original.sizes[key][0]))
         else:
             weight = getattr(block.experts, key)
-            dense = _out_major(weight) if block.original.transposed else weight.detach()
+            dense = out_major(weight) if block.original.transposed else weight.detach()
             projections.append(DenseExperts(dense, own))
     count, clamp = block.original.num_experts, block.clamp
     how = count, block.chosen, block.renormalize
     return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, shared, extra_bytes)
-
-
-@torch.no_grad()
-def _out_major(weight: nn.Parameter) -> Tensor:
-    """``[experts, out, in]`` of a parameter ``[experts, in, out]``, which is a view of it from then on."""
-    whole = weight.detach().transpose(1, 2)
-    if not whole.is_contiguous():
-        with torch.inference_mode(False):
-            whole = whole.contiguous()
-            weight.data = whole.transpose(1, 2)
-    return whole
 
 
 def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:

@@ -98,8 +98,8 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // norms: attention, mlp, attention_out, mlp_out, q, k, then the biases of these; float32 with any +1 added. q and k: of a head, or
-  // of all heads.
-  void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table) {
+  // of all heads. sinks: float32 [heads], scores that are part of the softmax of a head and have no value.
+  void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table, const MaybeTensor& sinks) {
     TORCH_CHECK_VALUE(norms.size() == 12, "a layer has 6 norms and 6 biases of norms, got ", norms.size());
     TORCH_CHECK_VALUE(window >= 0, "window is ", window, ", 0 (full attention) or more is meant");
     TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
@@ -113,6 +113,7 @@ class DecoderObject : public torch::CustomClassHolder {
     layer.attention_norm = norm(0, "attention_norm", s.hidden), layer.mlp_norm = norm(1, "mlp_norm", s.hidden);
     layer.attention_out_norm = norm(2, "attention_out_norm", s.hidden), layer.mlp_out_norm = norm(3, "mlp_out_norm", s.hidden);
     layer.q_norm = norm(4, "q_norm", layer.q_norm_width), layer.k_norm = norm(5, "k_norm", layer.k_norm_width);
+    layer.sinks = floats(sinks, "sinks", s.heads);
     layer.window = window;
     layer.rope_table = rope_table;
     layer.kv_index = decoder_.num_kv_layers();
@@ -152,19 +153,35 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   // The newest layer has experts in place of gate, up and down: routed_experts in decoder_experts.h. set_experts follows.
-  void set_router(const Tensor& router, int64_t chosen, bool renormalize, bool has_shared) {
-    newest("router").experts = mlspec::routed_experts(router, chosen, renormalize, has_shared, decoder_.shape.hidden);
-    hold(router);
+  void set_router(const Tensor& router, const MaybeTensor& bias, int64_t chosen, bool renormalize, bool has_shared,
+                  bool weighs_shared) {
+    newest("router").experts =
+        mlspec::routed_experts(router, bias, chosen, renormalize, has_shared, weighs_shared, decoder_.shape.hidden);
+    hold(router), hold_some(bias, std::nullopt);
   }
 
-  // name: up ([experts, 2 inner, hidden]: rows of gate, then of up) or down, with a first axis of experts in every tensor.
-  void set_experts(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
-                   const MaybeTensor& scale, const MaybeTensor& zero, int64_t group, int64_t bits) {
+  // Of the newest layer's experts, which set_router has begun. choice_bias: float32 [count], of the choice alone.
+  void set_sigmoids(const Tensor& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+    mlspec::choose_by_sigmoids(newest_experts("sigmoids"), choice_bias, groups, chosen_groups, scale);
+    hold(choice_bias);
+  }
+
+  // Of the newest layer's experts, which set_router has begun: rows of gate and up come in turns (mlspec_row_ops::gate_pairs).
+  void set_pairs(double slope, double limit) {
+    TORCH_CHECK_VALUE(std::isfinite(slope) && limit > 0 && std::isfinite(limit), "set_pairs: slope is ", slope, " and limit ", limit,
+                      ", expected finite numbers, the limit above 0");
+    mlspec::Experts& experts = newest_experts("pairs");
+    experts.in_turns = true, experts.slope = static_cast<float>(slope), experts.limit = static_cast<float>(limit);
+  }
+
+  // name: up ([experts, 2 inner, hidden]: rows of gate, then of up, or in turns) or down, with a first axis of experts in every tensor.
+  void set_experts(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight, const MaybeTensor& scale,
+                   const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
     mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
     mlspec::Experts& experts = newest_experts(name);
     (name == "up" ? experts.up : experts.down) =
-        mlspec::expert_linears("experts' " + name, format, experts.count, in, out, weight, scale, zero, group, bits);
-    hold(weight), hold_some(scale, zero);
+        mlspec::expert_linears("experts' " + name, format, experts.count, in, out, weight, scale, zero, bias, group, bits);
+    hold(weight), hold_some(scale, zero), hold_some(bias, std::nullopt);
   }
 
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
@@ -459,6 +476,8 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_delta", &DecoderObject::set_delta)
       .def("reach", &DecoderObject::reach)
       .def("set_router", &DecoderObject::set_router)
+      .def("set_sigmoids", &DecoderObject::set_sigmoids)
+      .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)

@@ -7,17 +7,35 @@
 
 namespace mlspec {
 
-// router: float32 [count, with a shared expert + 1][hidden], the last row that of the shared expert's gate.
-inline std::shared_ptr<Experts> routed_experts(const at::Tensor& router, int64_t chosen, bool renormalize, bool has_shared,
-                                               int64_t hidden) {
+// router: float32 [count, with a shared expert that it weighs + 1][hidden], the last row that of the shared expert's gate; bias: one a
+// row.
+inline std::shared_ptr<Experts> routed_experts(const at::Tensor& router, const std::optional<at::Tensor>& bias, int64_t chosen,
+                                               bool renormalize, bool has_shared, bool weighs_shared, int64_t hidden) {
   auto experts = std::make_shared<Experts>();
-  experts->count = router.dim() == 2 ? router.size(0) - has_shared : 0;
-  check_plain(router, "router", at::kFloat, {experts->count + has_shared, hidden});
+  experts->count = router.dim() == 2 ? router.size(0) - weighs_shared : 0;
+  check_plain(router, "router", at::kFloat, {experts->count + weighs_shared, hidden});
+  TORCH_CHECK_VALUE(has_shared || !weighs_shared, "router: it weighs a shared expert, and there is none");
   TORCH_CHECK_VALUE(experts->count >= 1 && chosen >= 1 && chosen <= experts->count, "router: each token chooses ", chosen, " of ",
                     experts->count, " experts");
+  if (bias) check_plain(*bias, "router.bias", at::kFloat, {router.size(0)});
   experts->router = router.const_data_ptr<float>();
+  experts->router_bias = bias ? bias->const_data_ptr<float>() : nullptr;
   experts->chosen = chosen, experts->renormalize = renormalize, experts->has_shared = has_shared;
+  experts->weighs_shared = weighs_shared;
   return experts;
+}
+
+// Scores are sigmoids, of which groups are chosen first: Experts in cpu/decoder/decoder_experts.h.
+inline void choose_by_sigmoids(Experts& experts, const at::Tensor& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+  check_plain(choice_bias, "choice_bias", at::kFloat, {experts.count});
+  const int64_t size = groups > 0 ? experts.count / groups : 0;
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= kMostGroups && experts.count % groups == 0 && chosen_groups >= 1 && chosen_groups <= groups &&
+                        (chosen_groups == groups || size >= 2) && experts.chosen <= chosen_groups * size,
+                    "router: each token chooses ", experts.chosen, " of ", experts.count, " experts in ", chosen_groups, " of ", groups,
+                    " groups: groups are equally large, of two or more, at most ", kMostGroups);
+  TORCH_CHECK_VALUE(std::isfinite(scale), "router: scale is ", scale, ", expected a finite number");
+  experts.sigmoids = true, experts.choice_bias = choice_bias.const_data_ptr<float>();
+  experts.groups = groups, experts.chosen_groups = chosen_groups, experts.scale = static_cast<float>(scale);
 }
 
 inline void check_expert_place(const std::string& name, int64_t hidden, int64_t in, int64_t out) {
@@ -28,12 +46,14 @@ inline void check_expert_place(const std::string& name, int64_t hidden, int64_t 
 // One linear an expert, from tensors as check_weight takes them with a first axis of experts. name: up or down.
 inline std::vector<Linear> expert_linears(const std::string& name, int64_t format, int64_t count, int64_t in, int64_t out,
                                           const at::Tensor& weight, const std::optional<at::Tensor>& scale,
-                                          const std::optional<at::Tensor>& zero, int64_t group, int64_t bits) {
+                                          const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias,
+                                          int64_t group, int64_t bits) {
   TORCH_CHECK_VALUE(weight.dim() >= 3 && weight.size(0) == count, name, " holds weights of shape ", weight.sizes(), ", expected ",
                     count, " experts");
   for (const std::optional<at::Tensor>* part : {&scale, &zero})
     TORCH_CHECK_VALUE(!*part || ((*part)->dim() >= 2 && (*part)->size(0) == count), name, " holds scales or zeros of shape ",
                       (*part)->sizes(), ", expected ", count, " experts");
+  if (bias) check_plain(*bias, name + ".bias", at::kFloat, {count, out});
   std::vector<Linear> linears(count);
   for (int64_t expert = 0; expert < count; ++expert) {
     const auto own = [&](const std::optional<at::Tensor>& part) {
@@ -49,6 +69,7 @@ inline std::vector<Linear> expert_linears(const std::string& name, int64_t forma
     linear.weight = rows.const_data_ptr();
     if (scales) linear.scale = scales->const_data_ptr();
     if (zeros) linear.zero = zeros->const_data_ptr<uint8_t>();
+    if (bias) linear.bias = bias->const_data_ptr<float>() + expert * out;
   }
   return linears;
 }
@@ -75,6 +96,7 @@ inline void check_experts(const Experts& e, Bits bits, const std::string& what) 
   TORCH_CHECK_VALUE(e.up[0].out_features == 2 * e.down[0].in_features, what, ": its experts' gate and up have ",
                     e.up[0].out_features, " outputs, down ", e.down[0].in_features, " inputs");
   if (!e.has_shared) return;
+  TORCH_CHECK_VALUE(!e.in_turns, what, " has a shared expert beside experts whose gate and up come in turns");
   const Linear &gate = e.shared_gate, &up = e.shared_up, &down = e.shared_down;
   for (const Linear* linear : {&gate, &up, &down})
     TORCH_CHECK_VALUE(linear->weight && !linear->order && !linear->outliers && !linear->rotates(), what,

@@ -68,10 +68,14 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
-void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
+void check_gate_up(const char* op, const Tensor& gate_up) {
   check_bf16(op, "gate_up", gate_up);
   TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
                     ", expected [n, 2 * intermediate]");
+}
+
+void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
+  check_gate_up(op, gate_up);
   TORCH_CHECK_VALUE(activation >= 0 && activation <= 4, op, ": activation is ", activation, ", choose one of ", kActivationNames);
 }
 
@@ -98,9 +102,7 @@ Tensor gated_in_order(const Tensor& gate_up, int64_t activation, const Tensor& o
 
 Tensor gated_pairs(const Tensor& gate_up, double slope, double limit) {
   constexpr const char* op = "gated_pairs";
-  check_bf16(op, "gate_up", gate_up);
-  TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
-                    ", expected [n, 2 * intermediate]");
+  check_gate_up(op, gate_up);
   TORCH_CHECK_VALUE(std::isfinite(slope) && limit > 0 && std::isfinite(limit), op, ": slope is ", slope, " and limit ", limit,
                     ", expected finite numbers, the limit above 0");
   const CudaCall call(op, gate_up);

@@ -11,6 +11,7 @@
 
 constexpr int64_t kBlockElements = 16384;  // of the queries of a block: 7 heads of 64 of 32 tokens fit
 constexpr int64_t kMaxQueries = 256;
+constexpr float kLog2OfE = 1.44269504f;  // scores are exponents of 2
 constexpr int kTileQueries = kLanes;  // queries between two updates of their maxima
 
 // c[row][0..columns) = c * rescale[row] + a[row] * b; without rescale c starts at zero.
@@ -83,6 +84,10 @@ inline void start_block(const mlspec_attention_args& args, int64_t first, int64_
   std::memset(block.outputs, 0, sizeof(float) * count * block.padded);
   std::memset(block.sums, 0, sizeof(float) * count * kLanes);
   std::fill_n(block.largest, count + kTileQueries, -INFINITY);
+  for (int64_t i = 0; args.sinks && i < count; ++i) {  // seen first: its weight is 2^0
+    block.largest[i] = args.sinks[(first + i) % args.num_heads] * kLog2OfE;
+    block.sums[i * kLanes] = 1.f;
+  }
   alignas(64) float query[kMaxHeadDim];
   std::memset(query, 0, sizeof(float) * block.padded);
   for (int64_t i = 0; i < count; ++i) {
@@ -110,7 +115,6 @@ template <class Terms>
 inline float mask_scores(const mlspec_attention_args& args, const Visible& visible, int64_t chunk, float* scores) {
   const SlotRange seen = visible.in(chunk);
   const bool whole = seen.end - seen.begin == kChunk, capped = args.softcap > 0.f;
-  constexpr float kLog2OfE = 1.44269504f;
   const Vec scale = Vec::all(capped ? args.scale : args.scale * kLog2OfE);
   Vec most = Vec::all(-INFINITY);
   for (int j = 0; j < kChunk; j += kLanes) {

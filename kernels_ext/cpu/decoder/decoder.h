@@ -38,6 +38,7 @@ struct DecoderLayer {
   Norm attention_out_norm, mlp_out_norm;  // between a block and its residual: Gemma 2 and 3
   Norm q_norm, k_norm;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
   int64_t q_norm_width = 0, k_norm_width = 0;  // elements that are normed together
+  const float* sinks = nullptr;  // [heads], or null: mlspec_attention_args::sinks
   int64_t window = 0;      // 0: full attention
   int64_t rope_table = 0;  // which of Decoder::ropes
 
@@ -190,7 +191,7 @@ class Decoder {
   void plan_products(const Experts& experts);
   void pack_visits(Team& team);
   void multiply_products(Team& team, const Products& products);
-  void activate_visits(Team& team);
+  void activate_visits(Team& team, const Experts& experts);
   void sum_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void score(Team& team, Pass& pass, const Pending& pending, int64_t first, int64_t count, float* logits);
 

@@ -96,7 +96,8 @@ void Decoder::attention(Team& team, const Pass& pass, const DecoderLayer& layer)
       float* const out = w.context.data() + block.first * width + head * share;
       const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
                                        lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
-                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width};
+                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width,
+                                       layer.sinks ? layer.sinks + head * group : nullptr};
       kernels.attention(&args);
       for (int64_t t = 0; shape.gated_heads && t < block.count; ++t)
         kernels.sigmoid_mul(w.head_gates.data() + (block.first + t) * width + head * share, share, out + t * width);

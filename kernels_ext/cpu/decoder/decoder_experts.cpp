@@ -15,9 +15,15 @@ constexpr int64_t kChunk = 128;  // elements of one piece of packing: a multiple
 
 int64_t tiles_of(int64_t rows) { return (rows + kTileOutputs - 1) / kTileOutputs; }
 
-// The `chosen` largest of `count` logits, the lower number first of equal ones; NaN counts as less than all.
-void choose_experts(const float* logits, int64_t count, int64_t chosen, int32_t* to) {
-  const auto before = [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (std::isnan(logits[b]) && !std::isnan(logits[a])); };
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// The `chosen` largest of `count` values, the lower number first of equal ones; NaN counts as less than all.
+template <class F>
+void choose_largest(F&& value, int64_t count, int64_t chosen, int32_t* to) {
+  const auto before = [&](int32_t a, int32_t b) {
+    const float one = value(a), other = value(b);
+    return one > other || (std::isnan(other) && !std::isnan(one));
+  };
   for (int64_t found = 0, i = 0; i < count; ++i) {
     const int32_t expert = static_cast<int32_t>(i);
     if (found == chosen && !before(expert, to[chosen - 1])) continue;
@@ -27,10 +33,35 @@ void choose_experts(const float* logits, int64_t count, int64_t chosen, int32_t*
   }
 }
 
-// What the outputs of a token's experts are multiplied by: NaN, as softmax has it, where any logit is.
-void weigh_experts(const Experts& experts, const float* logits, const int32_t* chosen, float* weights) {
-  const float* const broken = std::find_if(logits, logits + experts.count, [](float x) { return std::isnan(x); });
-  if (broken != logits + experts.count) return void(std::fill_n(weights, experts.places(), *broken));
+// A token's experts, by its logits or, of sigmoids, by its scores.
+void choose_experts(const Experts& experts, const float* scores, int32_t* to) {
+  if (!experts.sigmoids) return choose_largest([&](int32_t i) { return scores[i]; }, experts.count, experts.chosen, to);
+  const int64_t size = experts.count / experts.groups;
+  const auto biased = [&](int32_t i) { return scores[i] + experts.choice_bias[i]; };
+  uint64_t seen = ~uint64_t(0);  // a bit for each group
+  if (experts.chosen_groups < experts.groups) {
+    float sums[kMostGroups];
+    int32_t best[kMostGroups];
+    for (int64_t g = 0; g < experts.groups; ++g) {
+      int32_t two[2];
+      choose_largest([&](int32_t i) { return biased(static_cast<int32_t>(g * size) + i); }, size, 2, two);
+      sums[g] = biased(static_cast<int32_t>(g * size) + two[0]) + biased(static_cast<int32_t>(g * size) + two[1]);
+    }
+    choose_largest([&](int32_t g) { return sums[g]; }, experts.groups, experts.chosen_groups, best);
+    seen = 0;
+    for (int64_t i = 0; i < experts.chosen_groups; ++i) seen |= uint64_t(1) << best[i];
+  }
+  choose_largest([&](int32_t i) { return seen >> (i / size) & 1 ? biased(i) : -INFINITY; }, experts.count, experts.chosen, to);
+}
+
+void weigh_by_scores(const Experts& experts, const float* scores, const int32_t* chosen, float* weights) {
+  float total = 1e-20f;  // as transformers has it
+  for (int64_t i = 0; i < experts.chosen; ++i) total += scores[chosen[i]];
+  for (int64_t i = 0; i < experts.chosen; ++i)
+    weights[i] = (experts.renormalize ? scores[chosen[i]] / total : scores[chosen[i]]) * experts.scale;
+}
+
+void weigh_by_softmax(const Experts& experts, const float* logits, const int32_t* chosen, float* weights) {
   const float largest = logits[chosen[0]];
   float total = 0;
   for (int64_t i = 0; i < experts.chosen; ++i) weights[i] = std::exp(logits[chosen[i]] - largest);
@@ -40,7 +71,14 @@ void weigh_experts(const Experts& experts, const float* logits, const int32_t* c
     for (int64_t i = 0; i < experts.count; ++i) total += std::exp(logits[i] - largest);
   }
   for (int64_t i = 0; i < experts.chosen; ++i) weights[i] /= total;
-  if (experts.has_shared) weights[experts.chosen] = 1.0f / (1.0f + std::exp(-logits[experts.count]));
+}
+
+// What the outputs of a token's experts are multiplied by: NaN, as softmax has it, where any logit is. scores: logits, or sigmoids.
+void weigh_experts(const Experts& experts, const float* scores, const int32_t* chosen, float* weights) {
+  const float* const broken = std::find_if(scores, scores + experts.count, [](float x) { return std::isnan(x); });
+  if (broken != scores + experts.count) return void(std::fill_n(weights, experts.places(), *broken));
+  experts.sigmoids ? weigh_by_scores(experts, scores, chosen, weights) : weigh_by_softmax(experts, scores, chosen, weights);
+  if (experts.has_shared) weights[experts.chosen] = experts.weighs_shared ? sigmoid(scores[experts.count]) : 1.0f;
 }
 
 // f(visit, row, row_end, k, k_end) for pieces of up to 16 rows of a visit by kChunk elements.
@@ -107,7 +145,7 @@ void Decoder::visit_experts(Team& team, const Experts& experts, int64_t rows, bo
   team.barrier();
   pack_visits(team);
   multiply_products(team, work_->up_products);
-  activate_visits(team);
+  activate_visits(team, experts);
   multiply_products(team, work_->down_products);
   sum_experts(team, experts, rows, has_norm_behind);
 }
@@ -117,17 +155,19 @@ void Decoder::route(Team& team, const Experts& experts, int64_t rows) {
   Workspace& w = *work_;
   const mlspec_acts acts{MLSPEC_ACTS_F32, rows, shape.hidden, 0, 0, w.normed.data()};
   mlspec_linear_args args{};
-  args.weight = experts.router, args.acts = &acts, args.y = w.router.data(), args.y_stride = experts.scores();
+  args.weight = experts.router, args.bias = experts.router_bias;
+  args.acts = &acts, args.y = w.router.data(), args.y_stride = experts.scores();
   args.in_features = shape.hidden, args.out_features = experts.scores();
   team.share(tiles_of(args.out_features), 1, [&](int64_t begin, int64_t end) {
     cpu_kernels().f32_linear(&args, begin * kTileOutputs, std::min(end * kTileOutputs, args.out_features));
   });
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      const float* const logits = w.router.data() + n * experts.scores();
+      float* const scores = w.router.data() + n * experts.scores();
       int32_t* const chosen = w.chosen.data() + n * experts.chosen;
-      choose_experts(logits, experts.count, experts.chosen, chosen);
-      weigh_experts(experts, logits, chosen, w.weights.data() + n * experts.places());
+      for (int64_t i = 0; experts.sigmoids && i < experts.count; ++i) scores[i] = sigmoid(scores[i]);
+      choose_experts(experts, scores, chosen);
+      weigh_experts(experts, scores, chosen, w.weights.data() + n * experts.places());
     }
   });
 }
@@ -227,18 +267,24 @@ void Decoder::multiply_products(Team& team, const Products& products) {
   });
 }
 
-// What the down projections multiply: activation(gate) * up.
-void Decoder::activate_visits(Team& team) {
+// What the down projections multiply: activation(gate) * up, or what gate_pairs makes of both.
+void Decoder::activate_visits(Team& team, const Experts& experts) {
   Workspace& w = *work_;
   float* const own = w.rows.data() + team.index() * w.row_stride;
+  const mlspec_row_ops& ops = cpu_kernels().row;
   int64_t widest = 0;
   for (const Visit& visit : w.visits) widest = std::max(widest, visit.inner);
   share_tiles(team, w.row_tiles, w.visits, widest, [&](const Visit& visit, int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     k_end = std::min(k_end, visit.inner);
     if (k >= k_end) return;
     for (int64_t n = row; n < row_end; ++n) {
-      const float* const gate = visit.gate_up + n * 2 * visit.inner + k;
-      cpu_kernels().row.activate_mul(gate, gate + visit.inner, shape.activation, k_end - k, own + (n - row) * kChunk);
+      const float* const gate_up = visit.gate_up + n * 2 * visit.inner;
+      float* const to = own + (n - row) * kChunk;
+      if (experts.in_turns) {
+        ops.gate_pairs(gate_up + 2 * k, experts.slope, experts.limit, k_end - k, to);
+      } else {
+        ops.activate_mul(gate_up + k, gate_up + visit.inner + k, shape.activation, k_end - k, to);
+      }
     }
     const mlspec_pack_args pack{own - row * kChunk - k, kChunk, &visit.mid};
     cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);

@@ -58,7 +58,7 @@ struct Decoder::Workspace {
   Buffer<float> tables;     // [in / 4][16][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
   // of a layer of experts
-  Buffer<float> router;              // [n][scores], logits
+  Buffer<float> router;              // [n][scores], logits or their sigmoids
   Buffer<int32_t> chosen;            // [n][chosen]
   Buffer<float> weights;             // [n][places]
   Buffer<int32_t> place, visitors;   // [n][places]: in which row of its visit a token is; the token of each such row

@@ -25,7 +25,7 @@ namespace {
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_avx512vnni;
 const mlspec_row_ops mlspec_row_ops_avx512vnni = {
-    rms_norm, layer_norm, add, widen, narrow, activate, activate_mul, rope, rope_pairs, softcap, argmax, draw};
+    rms_norm, layer_norm, add, widen, narrow, activate, activate_mul, gate_pairs, rope, rope_pairs, softcap, argmax, draw};
 }
 
 MLSPEC_TARGET_END

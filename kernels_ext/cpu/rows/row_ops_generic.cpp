@@ -20,5 +20,5 @@ namespace {
 extern "C" {
 extern const mlspec_row_ops mlspec_row_ops_generic;
 const mlspec_row_ops mlspec_row_ops_generic = {
-    rms_norm, layer_norm, add, widen, narrow, activate, activate_mul, rope, rope_pairs, softcap, argmax, draw};
+    rms_norm, layer_norm, add, widen, narrow, activate, activate_mul, gate_pairs, rope, rope_pairs, softcap, argmax, draw};
 }

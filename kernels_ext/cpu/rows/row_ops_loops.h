@@ -232,16 +232,34 @@ void rope(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
   });
 }
 
-// Of kLanes pairs at a time: parted into their first and second elements, rotated as halves are.
+// Of kLanes pairs the first and the second elements.
+struct Parted {
+  float first[kLanes] = {}, second[kLanes] = {};
+
+  Parted(const float* pairs, int count) {
+    for (int j = 0; j < count; ++j) first[j] = pairs[2 * j], second[j] = pairs[2 * j + 1];
+  }
+};
+
+void gate_pairs(const float* pairs, float slope, float limit, int64_t n, float* y) {
+  const Vec one = Vec::all(1.f), most = Vec::all(limit), least = Vec::all(-limit), steepness = Vec::all(slope);
+  for_each_vec(n, [&](int64_t i, auto lanes) {
+    const Parted parted(pairs + 2 * i, lanes);
+    const Vec gate = min(most, Vec::load(parted.first)), up = max(least, min(most, Vec::load(parted.second)));  // hand on a NaN
+    const Vec gated = gate / (one + exp(neg_fma(steepness, gate, Vec::zero())));
+    store(fma(up, gated, gated), y + i, lanes);
+  });
+}
+
+// Parted, rotated as halves are.
 void rope_pairs(float* head, const float* cos, const float* sin, int64_t rotary_dim) {
   for_each_vec(rotary_dim / 2, [&](int64_t i, auto lanes) {
-    float first[kLanes] = {}, second[kLanes] = {};
     float* const pairs = head + 2 * i;
-    for (int j = 0; j < lanes; ++j) first[j] = pairs[2 * j], second[j] = pairs[2 * j + 1];
-    const Vec a = Vec::load(first), b = Vec::load(second), c = load(cos + i, lanes), s = load(sin + i, lanes);
-    neg_fma(b, s, a * c).store(first);
-    fma(a, s, b * c).store(second);
-    for (int j = 0; j < lanes; ++j) pairs[2 * j] = first[j], pairs[2 * j + 1] = second[j];
+    Parted parted(pairs, lanes);
+    const Vec a = Vec::load(parted.first), b = Vec::load(parted.second), c = load(cos + i, lanes), s = load(sin + i, lanes);
+    neg_fma(b, s, a * c).store(parted.first);
+    fma(a, s, b * c).store(parted.second);
+    for (int j = 0; j < lanes; ++j) pairs[2 * j] = parted.first[j], pairs[2 * j + 1] = parted.second[j];
   });
 }
 

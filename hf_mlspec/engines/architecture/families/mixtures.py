@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..description import SHARED, Mixture
+from ..description import SHARED, SHARED_UNWEIGHED, Mixture
 from .rms import BY_LAYER, HEADS, LLAMA, PRE
 
 ENTRIES = (
@@ -32,6 +32,14 @@ ENTRIES = (
         mlp="experts",
         experts=Mixture(),
         unset=("clip_qkv",),
+    ),
+    replace(
+        LLAMA,
+        class_name="Glm4MoeForCausalLM",
+        norms={**PRE, **HEADS},
+        head_norms_flag="use_qk_norm",
+        mlp="experts",
+        experts=Mixture(scores="sigmoid", shared=SHARED_UNWEIGHED, shared_gate=None),
     ),
     replace(
         LLAMA,

@@ -1,0 +1,171 @@
+"""How is a small mixture in gpt-oss's form trained, and does it beat a dense model of its active size?
+
+    python -m eval.train_mixture --tokenizer FOLDER --text FOLDER ... --held-out FOLDER ... --out FOLDER --minutes 2.5
+    python -m eval.train_mixture --smoke                                   # a toy: a CPU, seconds
+
+14.9M parameters: 6 layers of 8 experts, 2 a token; sinks, windows of 128 on every other layer, YaRN without
+truncation, biases, clamped gates. Trained from scratch on windows of 512 tokens: AdamW, a cosine, float32 weights,
+products in bfloat16 on a GPU, a loss that balances experts. Then a dense model of as many active weights takes the
+same steps on the same tokens. Printed are the loss and the share of right tokens in held-out text of both, and of
+every layer how its tokens spread over experts. --out gets BF16 weights, config, tokenizer and training.json; --steps
+repeats a training, --minutes takes as many as they allow. A text is what `eval.extend_context` takes for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GptOssForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eval.refused import refused
+from eval.train_mixture.mixture import (
+    SHAPE,
+    SMOKE,
+    balanced_loss,
+    config_of,
+    dense_of,
+    held_out,
+    new_model,
+    routing,
+)
+from eval.training.steps import Recipe, train
+from eval.training.tokens import Texts, batches, read
+
+LENGTH, ROWS, RATE, MINUTES, WINDOWS = 512, 48, 3e-3, 2.5, 64
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m eval.train_mixture", description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", help="folder with a tokenizer.json")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="files and folders that train")
+    parser.add_argument("--held-out", type=Path, nargs="+", default=[], help="files and folders that are only read")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="folders of this name are left out")
+    parser.add_argument("--out", type=Path, help="folder that gets the model; it must not exist")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=MINUTES, help=f"of training the mixture ({MINUTES})")
+    length.add_argument("--steps", type=int, help="of training, whatever the time")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"windows a step ({ROWS})")
+    parser.add_argument("--rate", type=float, default=RATE, help=f"the highest learning rate ({RATE})")
+    parser.add_argument("--seed", type=int, default=0, help="(0)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the layers: faster on a GPU")
+    parser.add_argument("--smoke", action="store_true", help="a toy model, this program's own text, a few steps")
+    args = parser.parse_args(argv)
+    if not args.smoke and not (args.tokenizer and args.text and args.held_out and args.out):
+        parser.error("--tokenizer, --text, --held-out and --out are needed, or --smoke")
+    if args.out and args.out.exists():
+        parser.error(f"--out {args.out} exists: name a new folder")
+    if min(args.rows, args.steps or 1) < 1 or args.minutes <= 0:
+        parser.error("--minutes is above 0, --rows and --steps are at least 1")
+    texts = [("--text", path) for path in args.text] + [("--held-out", path) for path in args.held_out]
+    reason = refused(args.device, [("--tokenizer", args.tokenizer)], texts, [("--out", args.out)])
+    if reason is not None:
+        parser.error(reason)
+    return args
+
+
+def gather(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, length: int) -> Texts:
+    """The texts; ValueError where there are too few to train."""
+    texts = read(tokenizer, args.text, args.held_out, args.without)
+    held = ", ".join(f"{len(ids):,} of {name}" for name, ids in texts.held_out.items())
+    print(f"{len(texts.trained):,} tokens train; held out: {held}", flush=True)
+    if len(texts.trained) <= length:
+        raise ValueError(f"the texts have {len(texts.trained):,} tokens, a window {length:,}: give more text")
+    return texts
+
+
+def trained(model: GptOssForCausalLM, texts: Texts, recipe: Recipe, compile_layers: bool) -> dict:
+    """Trains in place, layers compiled before the clock starts; -> what `eval.training.steps.train` says."""
+    if compile_layers:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+        stream = torch.from_numpy(texts.trained[: 4 * recipe.positions * recipe.rows].astype("int32"))
+        ids = next(batches(stream.to(model.device), recipe.positions, recipe.rows, seed=0))
+        balanced_loss(model.train(), ids).backward()
+        model.zero_grad()
+    return train(model, texts.trained, recipe, balanced_loss)
+
+
+def make(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Trains the mixture, then the dense model; saves the first; -> what training.json says."""
+    shape, length, rows = (SMOKE, 64, 4) if args.smoke else (SHAPE, LENGTH, args.rows)
+    texts = gather(args, tokenizer, length)
+    words = len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
+    recipe = Recipe(length, rows, args.rate, args.minutes, args.steps, args.seed)
+    report: dict = {"recipe": asdict(recipe), "torch": torch.__version__, "device": args.device,
+                    "stream_tokens": len(texts.trained)}
+    torch.manual_seed(args.seed)
+    mixture = new_model(config_of(shape, *words), args.device)
+    report["mixture"] = trained(mixture, texts, recipe, args.compile)
+    recipe = Recipe(**{**asdict(recipe), "steps": report["mixture"]["steps"]})
+    torch.manual_seed(args.seed)
+    dense = new_model(dense_of(shape, *words), args.device)
+    report["dense"] = trained(dense, texts, recipe, args.compile)
+    for name, model in (("mixture", mixture), ("dense", dense)):
+        report[name]["parameters"] = model.num_parameters()
+        report[name]["held_out"] = {
+            text: dict(zip(("loss", "right"), held_out(model, ids, length, WINDOWS), strict=True))
+            for text, ids in texts.held_out.items()}
+    text, ids = next(iter(texts.held_out.items()))
+    report["routing"] = {"text": text, "layers": routing(mixture, ids, length, WINDOWS)}
+    show(report)
+    if args.out:
+        save(mixture, tokenizer, report, args.out)
+    return report
+
+
+def show(report: dict) -> None:
+    """Both models on held-out text, and how tokens spread over experts."""
+    table = Table("model", "parameters", "steps", "seconds", "held-out text", "loss", "tokens right")
+    for name in ("mixture", "dense"):
+        own = report[name]
+        for text, found in own["held_out"].items():
+            table.add_row(name, f"{own['parameters']:,}", str(own["steps"]), f"{own['seconds']:.0f}", text,
+                          f"{found['loss']:.3f}", f"{found['right']:.3f}")
+    spread = Table("layer", "bits of what is chosen", "bits of a token's weights", "least", "most",
+                   title=f"routing of {report['routing']['text']}")
+    for index, found in enumerate(report["routing"]["layers"]):
+        spread.add_row(str(index), f"{found['chosen_bits']:.2f}", f"{found['token_bits']:.2f}",
+                       f"{found['least']:.3f}", f"{found['most']:.3f}")
+    Console(width=120).print(table, spread)
+
+
+def save(model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, report: dict, folder: Path) -> None:
+    """BF16 weights, configs, tokenizer and report, written beside the folder and renamed when they are whole."""
+    beside = folder.with_name(folder.name + ".part")
+    saved = GptOssForCausalLM(model.config).to(torch.bfloat16)
+    saved.load_state_dict(model.state_dict())
+    saved.generation_config.do_sample = False
+    saved.save_pretrained(beside)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(beside)
+    (beside / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        if args.smoke:
+            from hf_mlspec import demo_pair  # its tokenizer; nothing else here needs the package
+
+            here = Path(__file__).parent
+            args.tokenizer, args.steps = args.tokenizer or demo_pair()[0], args.steps or 30
+            args.text, args.held_out = args.text or [here.parent / "extend_context"], args.held_out or [here]
+        make(args, PreTrainedTokenizerFast.from_pretrained(args.tokenizer))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
