@@ -56,6 +56,7 @@ class CachedRows:
     bytes_per_token: int
     cache_format: CacheFormat | None
     draft_window: int = 0
+    tap: Any = None  # engines/tap.py
 
     @property
     def kept_in(self) -> CacheFormat | None:

@@ -19,7 +19,7 @@ class CpuEngine(DecoderRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
-    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True)
+    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True)
     decoder: CpuDecoder
     device = torch.device("cpu")
 
@@ -45,9 +45,7 @@ class CpuEngine(DecoderRows):
         flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
-        _, _, logits = self.decoder.handle.score(
-            self.cache.kv, flat, counts, self.lengths, asked, False, True, *self._view
-        )
+        _, _, logits = self._scored(flat, counts, self.lengths, asked, False, True)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return _padded(logits, asked, kept)
@@ -73,9 +71,7 @@ class CpuEngine(DecoderRows):
         tokens, counts = _flat(fed)
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
-        best, confidence, logits = self.decoder.handle.score(
-            self.cache.kv, tokens, counts, starts, kept, want_confidence, want_logits, *self._view
-        )
+        best, confidence, logits = self._scored(tokens, counts, starts, kept, want_confidence, want_logits)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         return Scores(
@@ -161,12 +157,25 @@ class CpuEngine(DecoderRows):
             tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
             asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
             begin = time.perf_counter()
-            self.decoder.handle.score(self.cache.kv, tokens, counts, starts, asked, False, False, *self._view)
+            self._scored(tokens, counts, starts, asked, False, False)
             self._count(1, time.perf_counter() - begin)
             self.lengths = [
                 start + count if count else have
                 for start, count, have in zip(starts, counts, self.lengths, strict=True)
             ]
+
+    def _scored(
+        self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One call of the compiled decoder; the hidden states of what it feeds go to the tap."""
+        call = self.cache.kv, tokens, counts, starts, kept, *wanted, *self._view
+        if self.tap is None:
+            return self.decoder.handle.score(*call)
+        fed = [count if own else 0 for count, own in zip(counts, kept, strict=True)]
+        self.tap.reserve(len(fed), max(start + count for start, count in zip(starts, counts, strict=True)))
+        found = self.decoder.handle.score_tapped(*call, self.tap.layers, self.tap.states)
+        self.tap.wrote(starts, fed)
+        return found
 
     def _starts(self, rows: Rows) -> list[int]:
         """Per row the tokens that need no feeding: its last one is always scored."""

@@ -239,6 +239,7 @@ void Decoder::forward(Team& team, Pass& pass) {
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
+    tap(team, pass, pending, i);
     normalize(team, n, pending, layer.attention_norm, &layer.q);
     const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
     multiply(team, qkv, shape.grouped_qkv ? 1 : 3, w.qkv.data(), context + 2 * shape.kv_heads * shape.head_dim, false, n);
@@ -259,6 +260,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     }
     mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
   }
+  tap(team, pass, pending, layers.size());
   for (int64_t first = 0; first < kept; first += kScoredTogether) {
     float* const logits = pass.logits ? pass.logits + first * shape.vocab : w.logits.data();
     score(team, pass, pending, first, std::min(kScoredTogether, kept - first), logits);

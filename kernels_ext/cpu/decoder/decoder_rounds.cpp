@@ -69,6 +69,7 @@ class Feeder {
     pass_.want_confidence = want_confidence;
     pass_.bits = level.bits;
     pass_.draft_window = level.draft_window;
+    pass_.tap = level.tap;
   }
 
   void add(int64_t row, int64_t position, int64_t token, bool kept) {

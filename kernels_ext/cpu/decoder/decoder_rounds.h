@@ -7,13 +7,14 @@
 
 namespace mlspec {
 
-// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window: as in Pass.
+// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window, tap: as in Pass.
 struct Level {
   Decoder* decoder = nullptr;
   RaggedKv kv;
   std::vector<int64_t> lengths;
   Bits bits;
   int64_t draft_window = 0;
+  Tap tap;
   int64_t forwards = 0;
   double seconds = 0;
 };
