@@ -73,7 +73,7 @@ class Engine(Protocol):
     0, or how many of the last slots a token sees, besides the first ones of its row (ops.ragged_attention). cache:
     keys and values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None
     for keys and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or
-    its leader's. tap: where the hidden states of fed tokens go (engines/tap.py), None: nowhere; with `can.tapped` only.
+    its leader's. tap: where the hidden states of fed tokens go (engines/tap.py), with `can.tapped`; None: nowhere.
     forwards, seconds: forward passes so far and their time on the host.
     """
 

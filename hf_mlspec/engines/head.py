@@ -47,7 +47,9 @@ class HeadEngine(CachedRows):
         """Of keys and values, and of the hidden states that wait for it."""
         shape = self.model.shape
         row = row_bytes(shape.head_dim, self.dtype, self.cache_format)
-        return shape.num_layers * 2 * shape.kv_heads * row + len(shape.taps) * shape.target_hidden * self.dtype.itemsize
+        return (
+            shape.num_layers * 2 * shape.kv_heads * row + len(shape.taps) * shape.target_hidden * self.dtype.itemsize
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -90,10 +92,14 @@ class HeadEngine(CachedRows):
         ValueError for a guess, which a head cannot check, and for rows whose hidden states are not known.
         """
         if guess is not None:
-            raise ValueError(f"head {self.model.config.name_or_path} checks no drafts: it stands below all other levels")
+            raise ValueError(
+                f"head {self.model.config.name_or_path} checks no drafts: it stands below all other levels"
+            )
         alive = alive or [True] * len(rows)
         begin = time.perf_counter()
-        starts = [self._first_pair(r, len(row)) if on else 0 for r, (row, on) in enumerate(zip(rows, alive, strict=True))]
+        starts = [
+            self._first_pair(r, len(row)) if on else 0 for r, (row, on) in enumerate(zip(rows, alive, strict=True))
+        ]
         counts = [len(row) - 1 - start if on else 0 for row, start, on in zip(rows, starts, alive, strict=True)]
         slots = [start - base for start, base in zip(starts, self._base, strict=True)]
         self._reserve(max(slot + count for slot, count in zip(slots, counts, strict=True)) + 1)
@@ -132,7 +138,9 @@ class HeadEngine(CachedRows):
         """The first pair of a row to read: where hidden states are new, or pairs were not made of any; at least the
         last one, whose result is asked for."""
         if not self.knows(row, tokens):
-            raise ValueError(f"hidden states of row {row} are known of {self.tap.end[row]} tokens, not of {tokens - 1}")
+            raise ValueError(
+                f"hidden states of row {row} are known of {self.tap.end[row]} tokens, not of {tokens - 1}"
+            )
         first = self.tap.first[row]
         done = min(self.lengths[row] - 1, self._sure[row], self.tap.read(row), tokens - 2)
         if first != self._base[row] or done < first:
@@ -170,7 +178,7 @@ class HeadEngine(CachedRows):
 
 
 class _Trial(HeadEngine):
-    """Times passes as `speculation.costs.measure` asks for them: a row of which all is known, with a guess behind it."""
+    """Times passes as `speculation.costs.measure` asks for them: one row of which all is known, and a guess."""
 
     can = replace(HeadEngine.can)
 

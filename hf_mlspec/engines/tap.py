@@ -1,4 +1,4 @@
-"""Where do the hidden states lie that a trained head reads? One buffer a chain, which its engines write as they feed."""
+"""Where do the hidden states lie that a trained head reads? In one buffer a chain, which its engines write."""
 
 from __future__ import annotations
 

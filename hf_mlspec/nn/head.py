@@ -26,7 +26,7 @@ RopeTables = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos, sin flo
 class HeadShape:
     """Sizes and rules of a head.
 
-    taps: the layers in front of whose input the target's hidden states, `target_hidden` wide, are taken (`Tap.layers`).
+    taps: the layers in front of which the target's hidden states, `target_hidden` wide, are taken (`Tap.layers`).
     vocab: tokens of the target. draft_vocab: those of them that the head drafts. norm_before_residual: the residual
     stream of the first layer begins behind the norm of the hidden states. norm_before_fc: the joined states are
     normed; fc_norm: each one of them is. norm_output: the draft goes on from what the last norm gives. head_norms:
@@ -82,7 +82,7 @@ class HeadLayer(nn.Module):
         self.down = nn.Linear(shape.intermediate, width, bias=shape.mlp_bias)
 
     def forward(self, embedded: Tensor | None, hidden: Tensor, lanes: tuple) -> Tensor:
-        """embedded: of the first layer alone; both `[batch, tokens, hidden]`. lanes: keys, values, starts, cos, sin."""
+        """embedded: of the first layer alone; both `[batch, tokens, hidden]`. lanes: keys, values, starts, tables."""
         residual = hidden
         if self.hidden_norm is None:
             inputs = self.input_norm(hidden)
@@ -171,7 +171,7 @@ class EagleHead(nn.Module):
         return product(self.fc, joined if self.input_norm is None else self.input_norm(joined))
 
     def forward(self, tokens: Tensor, hidden: Tensor, kv: Tensor, starts: list[int], rope: tuple) -> Tensor:
-        """Each token beside the hidden state in front of it -> what predicts the token after, `[batch, tokens, hidden]`.
+        """Each token beside the hidden state before it -> what predicts the token after, `[batch, tokens, hidden]`.
 
         tokens int64 `[batch, tokens]`, hidden of `join` or of an earlier call. kv `[layers, 2, batch, kv_heads, slots,
         head_dim]`: written from slot starts[r] of row r on. rope: tables for every slot.

@@ -1,4 +1,4 @@
-"""How do the hidden states of a model that runs its own modules get to a head? Hooks in front of layers, for one pass."""
+"""How do the hidden states of a model that runs its own modules get to a head? By hooks at layers, for one pass."""
 
 from __future__ import annotations
 

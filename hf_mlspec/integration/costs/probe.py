@@ -125,11 +125,8 @@ def measured(
     replayed: as they are inside captured rounds; the engine must be one that can be captured.
     """
     options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
-    if isinstance(engine, HeadEngine):
-        own = engine.trial()
-    else:
-        own = engine_of(engine.model, **options, required=False)
-        own.bits, own.cache_format = engine.bits, engine.kept_in
+    own = engine.trial() if isinstance(engine, HeadEngine) else engine_of(engine.model, **options, required=False)
+    own.bits, own.cache_format = engine.bits, engine.kept_in
     models = [own.model] if own.can.by_module else []
     device = device_of(own.model)
 

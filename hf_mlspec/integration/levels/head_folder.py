@@ -2,8 +2,8 @@
 
 Two layouts are read. `speculators` (0.9): config.json with "speculators_model_type", the layer's config below
 "transformer_layer_config", tensors "layers.0.*". SpecForge: one flat config of "LlamaForCausalLMEagle3", tensors
-"midlayer.*". They count the layers whose hidden states are asked for differently: in the first, number k is what layer k
-reads (0: the embedding), in the second what layer k gives.
+"midlayer.*". They count the layers whose hidden states are asked for differently: in the first, number k is what
+layer k reads (0: the embedding), in the second what layer k gives.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose tables do not de
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """shape: but its vocabulary, which is the target's. config: of its layers, for rotary tables. made_for: the target's
-    name or folder that it tells, or "". taps: None where it tells none: then they follow from the target."""
+    """config: of its layers. flags: rules of `HeadShape`. taps: None where it tells none: then they follow from the
+    target. made_for: the name of the target that it tells, or "". vocab: tokens of the target that it was made for."""
 
     path: str
     config: PretrainedConfig
@@ -91,19 +91,25 @@ def read_head_folder(path: str) -> HeadFolder:
     try:
         return _speculators(path, said) if kind is not None else _specforge(path, said)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the config.json in {path!r} lacks or mistakes {error}: restore the one the head came with") from error
+        raise ValueError(
+            f"the config.json in {path!r} lacks or mistakes {error}: restore the one the head came with"
+        ) from error
 
 
 def _speculators(path: str, said: dict[str, Any]) -> HeadFolder:
     layer = dict(said["transformer_layer_config"])
     config = _layer_config(path, layer.pop("model_type", "qwen3"), layer)
-    flags = {name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    flags = {
+        name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
     verifier = (said.get("speculators_config") or {}).get("verifier") or {}
     hidden = said.get("target_hidden_size") or config.hidden_size
     ids = said.get("eagle_aux_hidden_state_layer_ids")
     taps = None if ids is None else _taps(path, ids, 0)
     own = int(said.get("draft_vocab_size", 32000))
-    return HeadFolder(path, config, flags, taps, str(verifier.get("name_or_path") or ""), hidden, own, config.vocab_size)
+    return HeadFolder(
+        path, config, flags, taps, str(verifier.get("name_or_path") or ""), hidden, own, config.vocab_size
+    )
 
 
 def _specforge(path: str, said: dict[str, Any]) -> HeadFolder:
@@ -111,7 +117,9 @@ def _specforge(path: str, said: dict[str, Any]) -> HeadFolder:
     config = _layer_config(path, said.get("model_type", "llama"), {k: v for k, v in said.items() if k != "model_type"})
     ids = told.get("eagle_aux_hidden_state_layer_ids") or said.get("eagle_aux_hidden_state_layer_ids")
     taps = None if ids is None else _taps(path, ids, 1)
-    flags = {name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    flags = {
+        name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
     hidden = said.get("target_hidden_size") or config.hidden_size
     own = int(said.get("draft_vocab_size") or config.vocab_size)
     made_for = str(said.get("target_model_name_or_path") or "")
@@ -135,7 +143,9 @@ def _layer_config(path: str, kind: str, values: dict[str, Any]) -> PretrainedCon
 def _taps(path: str, ids: Any, offset: int) -> tuple[int, ...]:
     whole = isinstance(ids, (list, tuple)) and ids and all(type(one) is int for one in ids)
     if not whole or list(ids) != sorted(set(ids)):
-        raise ValueError(f"the head in {path!r} asks for the hidden states of layers {ids!r}: ascending numbers are read")
+        raise ValueError(
+            f"the head in {path!r} asks for the hidden states of layers {ids!r}: ascending numbers are read"
+        )
     return tuple(one + offset for one in ids)
 
 
@@ -143,12 +153,14 @@ def read_tensors(path: str) -> dict[str, Tensor]:
     """All tensors of the folder's safetensors files, by the names of the `speculators` layout."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{path!r} holds no .safetensors file: convert the head's weights, or copy them beside its config")
+        raise ValueError(
+            f"{path!r} holds no .safetensors file: convert the head's weights, or copy them beside its config"
+        )
     found: dict[str, Tensor] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as stored:
-                found |= {_name(name): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118: no dict
+                found |= {_name(name): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or not whole ({error}); copy or download it again") from error
     return found
@@ -168,14 +180,20 @@ def targets_of(path: str, tensors: dict[str, Tensor], draft_vocab: int, vocab: i
     if draft_vocab == vocab:
         return None
     if "d2t" not in tensors:
-        raise ValueError(f"the head in {path!r} drafts {draft_vocab} of {vocab} tokens and has no map 'd2t' that says which")
+        raise ValueError(
+            f"the head in {path!r} drafts {draft_vocab} of {vocab} tokens and has no map 'd2t' that says which"
+        )
     offsets = tensors["d2t"].long()
     if tuple(offsets.shape) != (draft_vocab,):
-        raise ValueError(f"'d2t' of the head in {path!r} has shape {list(offsets.shape)}, its vocabulary {draft_vocab} tokens")
+        raise ValueError(
+            f"'d2t' of the head in {path!r} has shape {list(offsets.shape)}, its vocabulary {draft_vocab} tokens"
+        )
     found = offsets + torch.arange(draft_vocab)
     low, high = int(found.min()), int(found.max())
     if low < 0 or high >= vocab:
-        raise ValueError(f"'d2t' of the head in {path!r} leads to tokens {low} to {high}, the target has 0 to {vocab - 1}")
+        raise ValueError(
+            f"'d2t' of the head in {path!r} leads to tokens {low} to {high}, the target has 0 to {vocab - 1}"
+        )
     if len(found.unique()) < draft_vocab:
         raise ValueError(f"'d2t' of the head in {path!r} leads to a token of the target more than once")
     _check_known(path, tensors.get("t2d"), found, vocab)
@@ -189,4 +207,6 @@ def _check_known(path: str, known: Tensor | None, found: Tensor, vocab: int) -> 
         raise ValueError(f"'t2d' of the head in {path!r} has shape {list(known.shape)}, the target {vocab} tokens")
     marked = known.bool()
     if int(marked.sum()) != len(found) or not bool(marked[found].all()):
-        raise ValueError(f"'t2d' of the head in {path!r} marks {int(marked.sum())} tokens, and not the {len(found)} of 'd2t'")
+        raise ValueError(
+            f"'t2d' of the head in {path!r} marks {int(marked.sum())} tokens, and not the {len(found)} of 'd2t'"
+        )

@@ -23,19 +23,21 @@ def engine_with_head(target: nn.Module, config: SpeculationConfig) -> str | None
         raise ValueError(f"engine 'cuda' cannot serve a head: {why}; leave out engine=, or the head")
     if word_of(target, name=config.engine, prepare=config.prepare) != "cuda":
         return config.engine
-    say_once(target, f"{type(target).__name__} runs module by module: {why}; without the head it runs in captured rounds")
+    say_once(
+        target, f"{type(target).__name__} runs module by module: {why}; without the head it runs in captured rounds"
+    )
     return "modules"
 
 
 def head_engine(level: Level, above: list[Engine], capacity: int) -> HeadEngine:
-    """An engine over a head, not yet started, and a tap that all engines above write. ValueError for one that cannot."""
+    """An engine over a head, not yet started; all engines above write to its tap. ValueError for one that cannot."""
     shape, target = level.model.shape, above[0]
     for engine in above:
         if not engine.can.tapped:
             raise ValueError(
                 f"level {level.name} reads hidden states, and {type(engine.model).__name__} runs on engine "
-                f"{engine.name!r} in a way that does not write them (it keeps a state for each row, or runs row by row): "
-                "leave out the head"
+                f"{engine.name!r} in a way that does not write them (it keeps a state for each row, or runs row by "
+                "row): leave out the head"
             )
     tap = Tap(shape.taps, shape.target_hidden, target.dtype)
     for engine in above:

@@ -76,8 +76,8 @@ def _check_target(target: nn.Module, folder: HeadFolder) -> None:
     count = len(layers_of(target))
     if folder.taps is not None and (folder.taps[0] < 0 or folder.taps[-1] > count):
         raise ValueError(
-            f"the head in {path!r} asks for hidden states in front of layers {list(folder.taps)}{made_for}; this {kind} "
-            f"has {count} layers: pass a head of this target"
+            f"the head in {path!r} asks for hidden states in front of layers {list(folder.taps)}{made_for}; this "
+            f"{kind} has {count} layers: pass a head of this target"
         )
 
 
@@ -107,9 +107,7 @@ def _parts(name: str) -> list[str]:
     return [f"layers.{words[1]}.{part}.{words[3]}" for part in _JOINED[words[2]]]
 
 
-def _output_rows(
-    target: nn.Module, tensors: dict[str, Tensor], targets: Tensor | None, folder: HeadFolder
-) -> Tensor:
+def _output_rows(target: nn.Module, tensors: dict[str, Tensor], targets: Tensor | None, folder: HeadFolder) -> Tensor:
     """The head's output weight: its own, or those rows of the target's that it drafts."""
     if "lm_head.weight" in tensors:
         return tensors["lm_head.weight"]
@@ -140,13 +138,15 @@ def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], f
     weight = getattr(table, "weight", None)
     if stored is None:
         if width != folder.target_hidden:
-            raise ValueError(f"the head in {folder.path!r} lacks the tensor embed_tokens.weight, {width} wide: restore its files")
+            raise ValueError(
+                f"the head in {folder.path!r} lacks the tensor embed_tokens.weight, {width} wide: restore its files"
+            )
         head.share_embedding(table)
         return
     if tuple(stored.shape) != (folder.vocab, width):
         raise ValueError(
-            f"the weights in {folder.path!r} do not fit its config.json: embed_tokens.weight is {list(stored.shape)} there "
-            f"and {[folder.vocab, width]} by the config"
+            f"the weights in {folder.path!r} do not fit its config.json: embed_tokens.weight is {list(stored.shape)} "
+            f"there and {[folder.vocab, width]} by the config"
         )
     stored = stored.to(head.dtype)
     same = type(table) is nn.Embedding and weight.shape == stored.shape and torch.equal(weight.detach().cpu(), stored)
@@ -164,4 +164,3 @@ def _cast(head: EagleHead, options: dict) -> EagleHead:
         if has_dense_weight(module) and module.in_features % cast.group_size == 0 and not outputs:
             head.set_submodule(name, cast.layer(module, name))
     return head
-

@@ -159,14 +159,14 @@ def _check_above(above: list[Level], index: int, head: Level) -> None:
     for at, level in enumerate(above):
         if not level.shape_of_target:
             raise ValueError(
-                f"level {index} ({head.name}) reads hidden states of the target, and level {at} ({level.name}) above it "
-                "is another model: put the head below the target or a level of its own weights"
+                f"level {index} ({head.name}) reads hidden states of the target, and level {at} ({level.name}) above "
+                "it is another model: put the head below the target or a level of its own weights"
             )
         layers = getattr(level.model.config.get_text_config(decoder=True), "num_hidden_layers", most)
         if layers < most:
             raise ValueError(
-                f"level {index} ({head.name}) reads hidden states in front of layer {most}, and level {at} ({level.name}) "
-                f"above it has {layers} layers: leave that level out"
+                f"level {index} ({head.name}) reads hidden states in front of layer {most}, and level {at} "
+                f"({level.name}) above it has {layers} layers: leave that level out"
             )
 
 
