@@ -1,9 +1,9 @@
 """What is an EAGLE-3 head while it trains, and what does it lose on a text? In plain torch, with gradients.
 
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3: at step 0 pair i is token i + 1 beside the target's hidden
-states of token i, and predicts token i + 2. At step s the pair is token i + 1 + s beside what step s - 1 gave at i, and
-predicts token i + 2 + s: so the head learns to go on from its own states ("training-time test"). It then sees the pairs
-of step 0 up to i, and those of steps 1 .. s at i.
+states of token i, and predicts token i + 2. At step s the pair is token i + 1 + s beside what step s - 1 gave at i,
+and predicts token i + 2 + s: so the head learns to go on from its own states ("training-time test"). It then sees the
+pairs of step 0 up to i, and those of steps 1 .. s at i.
 """
 
 from __future__ import annotations
