@@ -59,7 +59,7 @@ def write_head(
     draft_vocab: int | None = None, taps: tuple[int, ...] = (0, 1, 2), seed: int = 0, tensors: dict | None = None,
     **said,
 ) -> Path:  # fmt: skip
-    """A folder with a head; `said` overrides its config, `tensors` replaces some of its tensors (None: leaves it out)."""
+    """A folder with a head; `said` overrides its config, `tensors` some of its tensors (None: leaves it out)."""
     width, vocab = width or target.config.hidden_size, target.config.vocab_size
     found = tensors_of(target, width=width, draft_vocab=draft_vocab or vocab, taps=len(taps), seed=seed)
     found = {name: tensor for name, tensor in {**found, **(tensors or {})}.items() if tensor is not None}

@@ -74,8 +74,8 @@ def _card(card: dict[str, Any]) -> str:
         f"Last loss {card['loss']:.3f}."
     )
     shares = (
-        f"On {card['held_out']} texts it did not see, the share of drafted tokens that the target takes, by their place "
-        "in a draft, where all before were taken:"
+        f"On {card['held_out']} texts it did not see, the share of drafted tokens that the target takes, by their "
+        "place in a draft, where all before were taken:"
     )
     table = f"| {' | '.join(str(place + 1) for place in range(count))} |\n|{'--:|' * count}\n| {places} |"
     end = "It stands under the licence of its target. `training.json` has these numbers."

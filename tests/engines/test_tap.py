@@ -14,7 +14,9 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 ROWS = [[5, 9, 13, 7, 21, 30], [11, 4, 8]]
 ENGINES = [
     "modules",
-    pytest.param("cpu", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")),
+    pytest.param(
+        "cpu", marks=pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+    ),
 ]
 
 
