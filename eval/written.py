@@ -50,7 +50,8 @@ def beginnings(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, count:
             texts += heads + [_piece(text, chance) for _ in heads]
     texts = sorted({text for text in texts if text.strip()})
     chance.shuffle(texts)
-    return [tokenizer(text)["input_ids"][-LONGEST:] for text in texts[:count]]
+    plain = {"split_special_tokens": True}  # a text may spell one that the target does not embed
+    return [tokenizer(text, **plain)["input_ids"][-LONGEST:] for text in texts[:count]]
 
 
 def _heads(text: str) -> Iterator[str]:
