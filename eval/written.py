@@ -74,10 +74,14 @@ def _piece(text: str, chance: random.Random) -> str:
 def write(
     model: PreTrainedModel, prompts: list[list[int]], new_tokens: int, batch: int, told: Callable[[int], None]
 ) -> Iterator[Written]:
-    """What the model writes behind prompts, which are taken in order of length so that batches hold little padding."""
+    """What the model writes behind prompts, which are taken in order of length so that batches hold little padding.
+
+    A prompt with a token for which the model has no embedding, as some tokenizers add, is left out.
+    """
     model.generation_config.pad_token_id, end = 0, model.generation_config.eos_token_id
     ends = set(end if isinstance(end, list) else [end])
-    prompts = sorted(prompts, key=len)
+    known = model.get_input_embeddings().num_embeddings
+    prompts = sorted((prompt for prompt in prompts if prompt and max(prompt) < known), key=len)
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
         width = max(map(len, rows))

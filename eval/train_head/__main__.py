@@ -108,9 +108,8 @@ class Lessons:
         with torch.no_grad():
             said = self.target(input_ids=ids, output_hidden_states=True, use_cache=False)
             states = torch.cat([said.hidden_states[tap] for tap in head.taps], -1)
-        on_gpu = self.target.device.type == "cuda"
-        with torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            return head.losses(ids, wrote, states if on_gpu else states.float(), said.logits, self.steps, DECAY)
+        with torch.autocast(self.target.device.type, dtype=torch.bfloat16):
+            return head.losses(ids, wrote, states, said.logits, self.steps, DECAY)
 
 
 def train(head: Head, lessons: Lessons, given: argparse.Namespace) -> dict[str, Any]:

@@ -68,10 +68,10 @@ def _card(card: dict[str, Any]) -> str:
     places = " | ".join(f"{share:.3f}" for share in card["accepted_by_position"])
     count = len(card["accepted_by_position"])
     made = (
-        f"Made by `python -m eval.train_head` in {card['seconds']:.0f} s on {card['device']}: {card['steps']} steps of "
-        f"{card['rows']} texts of {card['width']} tokens, seed {card['seed']}. It learned from {card['texts']} texts "
-        f"({card['tokens']} tokens) that the target wrote greedily behind beginnings of {', '.join(card['sources'])}. "
-        f"Last loss {card['loss']:.3f}."
+        f"Made by `python -m eval.train_head` in {card['seconds']:.0f} s on {card['device']}: {card['steps']} steps "
+        f"of {card['rows']} texts of {card['width']} tokens, seed {card['seed']}. It learned from {card['texts']} "
+        f"texts ({card['tokens']} tokens) that the target wrote greedily behind beginnings of "
+        f"{', '.join(card['sources'])}. Last loss {card['loss']:.3f}."
     )
     shares = (
         f"On {card['held_out']} texts it did not see, the share of drafted tokens that the target takes, by their "

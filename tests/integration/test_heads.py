@@ -254,7 +254,7 @@ def test_a_folder_of_the_speculators_package_gives_the_logits_of_its_own_module(
     torch.manual_seed(3)
     target = tiny(seed=2, dtype=torch.float32)
     layer = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-                        num_key_value_heads=2, head_dim=8, num_hidden_layers=1, rms_norm_eps=1e-6, attn_implementation="eager")  # fmt: skip
+                        num_key_value_heads=2, head_dim=8, num_hidden_layers=1, rms_norm_eps=1e-6)  # fmt: skip
     layer._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=64, fc_norm=True,
                                     norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[0, 1, 2])  # fmt: skip
