@@ -36,7 +36,8 @@ class Capabilities:
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
         beginning, unless it is stateful. draft_window: it can read a part of the cache only. stateful: what it keeps
-        of a row is no lane of keys and values, so that no user's cache goes in or out.
+        of a row is no lane of keys and values, so that no user's cache goes in or out. tapped: it writes hidden states
+        to a `Tap`.
     """
 
     by_module: bool = False
@@ -45,6 +46,7 @@ class Capabilities:
     bit_exact: bool = False
     draft_window: bool = False
     stateful: bool = False
+    tapped: bool = False
 
 
 @dataclass
@@ -71,7 +73,8 @@ class Engine(Protocol):
     0, or how many of the last slots a token sees, besides the first ones of its row (ops.ragged_attention). cache:
     keys and values, None before `start`. cache_bytes: those it holds itself. cache_format: of a cache of its own, None
     for keys and values as the model computes them; set before it starts. kept_in: of the cache it reads, its own or
-    its leader's. forwards, seconds: forward passes so far and their time on the host.
+    its leader's. tap: where the hidden states of fed tokens go (engines/tap.py), with `can.tapped`; None: nowhere.
+    forwards, seconds: forward passes so far and their time on the host.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Engine(Protocol):
     cache_bytes: int
     cache_format: CacheFormat | None
     kept_in: CacheFormat | None
+    tap: Any
     forwards: int
     seconds: float
 

@@ -58,6 +58,7 @@ class CachedRows:
     cache_format: CacheFormat | None
     draft_window: int = 0
     bytes_per_row: int = 0
+    tap: Any = None  # engines/tap.py
 
     @property
     def kept_in(self) -> CacheFormat | None:

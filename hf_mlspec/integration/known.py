@@ -86,8 +86,10 @@ def asked_of(
 def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple, held: Sequence[Any]) -> None:
     """The chain of these levels was built. held: models and tokenizers that the call was given."""
     runners = [chain.target.runner, *filter(None, chain.runners)]
-    decoder, routed = getattr(runners[0], "decoder", None), any(level.router is not None for level in levels)
-    if wiring.asked is None or decoder is None or routed or not all(runner.can.bit_exact for runner in runners):
+    decoder = getattr(runners[0], "decoder", None)
+    # A router chooses by the prompt, and a head reads what the target wrote of its hidden states from the first token on.
+    needed = any(level.router is not None or level.is_head for level in levels)
+    if wiring.asked is None or decoder is None or needed or not all(runner.can.bit_exact for runner in runners):
         return
     wiring.state.known[wiring.asked] = Known(
         [level.name for level in chain.levels],

@@ -107,7 +107,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         raise ValueError(
             f"early_exit: num_layers is {num_layers!r}, {type(model).__name__} has {total}: choose 1 to {total - 1}"
         )
-    name = _layer_list_name(model, total)
+    name = layer_list_name(model, total, "early_exit")
     view = share(model)
     view.set_submodule(name, view.get_submodule(name)[:num_layers])
     config = view.config.get_text_config(decoder=True)
@@ -204,11 +204,12 @@ def detach_quantizer(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
-def _layer_list_name(model: PreTrainedModel, total: int) -> str:
+def layer_list_name(model: nn.Module, total: int, action: str) -> str:
+    """The path of a model's list of so many decoder layers; ValueError, which begins with ``action``, without one."""
     lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     found = [name for name, layers in lists if len(layers) == total]
     if not found:
-        raise ValueError(f"early_exit: {type(model).__name__} has no nn.ModuleList of its {total} decoder layers")
+        raise ValueError(f"{action}: {type(model).__name__} has no nn.ModuleList of its {total} decoder layers")
     return min(found, key=lambda name: name.count("."))
 
 

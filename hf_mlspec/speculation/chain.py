@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from ..engines.engine import Engine
+from ..engines.head import HeadEngine
 from ..engines.rows import held_bytes
 from .checker import Checker
 from .controller import Controller
 from .deferred import Deferred
 from .draft import Drafter, Rows
 from .drafters.checked import CheckedDrafter
+from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .loop import Emit, Loop, Stop
 from .memory import Openings
@@ -158,7 +160,8 @@ def _drafter(part: Part, sampler: Sampler | None, inner: Drafter | None, num_dra
         return part.drafter
     limits = {"threshold": part.threshold, "max_positions": part.max_positions}
     if inner is None:
-        made = ModelDrafter(part.engine, sampler, part.name, **limits)
+        kind = HeadDrafter if isinstance(part.engine, HeadEngine) else ModelDrafter
+        made = kind(part.engine, sampler, part.name, **limits)
     else:
         checker = Checker(part.engine, sampler, part.name, keep_logits=False)
         made = CheckedDrafter(checker, inner, num_draft_tokens=num_draft_tokens, **limits)

@@ -19,7 +19,7 @@ class CpuEngine(CpuRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
-    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True)
+    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True)
     device = torch.device("cpu")
 
     def __init__(self, *args, **options):
@@ -49,18 +49,7 @@ class CpuEngine(CpuRows):
         flat = [token for line, count in zip(tokens.tolist(), counts, strict=True) for token in line[:count]]
         asked = [kept if count else 0 for count in counts]
         begin = time.perf_counter()
-        _, _, logits = self.decoder.call(
-            "score",
-            self.cache.kv,
-            flat,
-            counts,
-            self.lengths,
-            asked,
-            False,
-            True,
-            *self._view,
-            *self._states(self.lengths),
-        )
+        _, _, logits = self._scored(flat, counts, self.lengths, asked, False, True)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return _padded(logits, asked, kept)
@@ -86,8 +75,7 @@ class CpuEngine(CpuRows):
         tokens, counts = _flat(fed)
         self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max(kept))
         begin = time.perf_counter()
-        how = want_confidence, want_logits, *self._view, *self._states(starts)
-        best, confidence, logits = self.decoder.call("score", self.cache.kv, tokens, counts, starts, kept, *how)
+        best, confidence, logits = self._scored(tokens, counts, starts, kept, want_confidence, want_logits)
         self._count(1, time.perf_counter() - begin)
         self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         return Scores(
@@ -174,13 +162,25 @@ class CpuEngine(CpuRows):
             tokens, _ = _flat([row[n : n + count] for row, n, count in zip(rows, starts, counts, strict=True)])
             asked = [int(count > 0) for count in counts]  # rows of which nothing is asked are not fed
             begin = time.perf_counter()
-            how = *self._view, *self._states(starts)
-            self.decoder.call("score", self.cache.kv, tokens, counts, starts, asked, False, False, *how)
+            self._scored(tokens, counts, starts, asked, False, False)
             self._count(1, time.perf_counter() - begin)
             self.lengths = [
                 start + count if count else have
                 for start, count, have in zip(starts, counts, self.lengths, strict=True)
             ]
+
+    def _scored(
+        self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One call of the compiled decoder; the hidden states of what it feeds go to the tap."""
+        call = self.cache.kv, tokens, counts, starts, kept, *wanted, *self._view, *self._states(starts)
+        if self.tap is None:
+            return self.decoder.call("score", *call)
+        fed = [count if own else 0 for count, own in zip(counts, kept, strict=True)]
+        self.tap.reserve(len(fed), max(start + count for start, count in zip(starts, counts, strict=True)))
+        found = self.decoder.call("score_tapped", *call, self.tap.layers, self.tap.states)
+        self.tap.wrote(starts, fed)
+        return found
 
     @property
     def _view(self) -> tuple[int, int, int]:

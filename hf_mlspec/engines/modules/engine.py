@@ -26,6 +26,7 @@ from ..engine import Capabilities, Guess, Rows
 from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
 from .attention import Plan, planned
 from .cache import RaggedCache
+from .tapping import tapping
 
 # Embedding -> rotary -> layers -> norm -> head, nothing else in between, in transformers 5.17 to 5.23.
 PLAIN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -43,7 +44,7 @@ class ModuleEngine(CachedRows):
     """
 
     name = "modules"
-    can = Capabilities(by_module=True)
+    can = Capabilities(by_module=True, tapped=True)
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class ModuleEngine(CachedRows):
         positions = plan.positions
         if self.num_positions is not None and plan.end > self.num_positions:
             positions = positions.clamp(max=self.num_positions - 1)
-        with planned(plan), self._at_bits():
+        with planned(plan), self._at_bits(), self._tapping(plan, counts):
             logits = self.forward(tokens, positions, self.cache, window)
         if gather is not None:
             logits = logits[torch.arange(len(first), device=logits.device)[:, None], gather.to(logits.device)]
@@ -158,6 +159,9 @@ class ModuleEngine(CachedRows):
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
         return logits
+
+    def _tapping(self, plan: Plan, counts: list[int]) -> AbstractContextManager:
+        return nullcontext() if self.tap is None else tapping(self.model, self.tap, plan, counts)
 
     def _at_bits(self) -> AbstractContextManager:
         return nullcontext() if self._switch is None else self._switch.at(self._bits)

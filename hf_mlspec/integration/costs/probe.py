@@ -14,6 +14,7 @@ import torch
 from ...engines.built import device_of
 from ...engines.choose import engine_of
 from ...engines.engine import Engine, Guess
+from ...engines.head import HeadEngine
 from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once, state_of
 from ...ops import UnreadableLibrary
@@ -124,7 +125,7 @@ def measured(
     replayed: as they are inside captured rounds; the engine must be one that can be captured.
     """
     options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
-    own = engine_of(engine.model, **options, required=False)
+    own = engine.trial() if isinstance(engine, HeadEngine) else engine_of(engine.model, **options, required=False)
     own.bits, own.cache_format = engine.bits, engine.kept_in
     models = [own.model] if own.can.by_module else []
     device = device_of(own.model)

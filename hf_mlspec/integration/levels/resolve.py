@@ -15,6 +15,7 @@ from ...engines.choose import move_weights
 from ...formats import casts
 from ...nn.castable import is_nested
 from ...nn.fewer_experts import fewer_experts
+from ...nn.head import EagleHead
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit, is_view
@@ -28,6 +29,8 @@ from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
 from ..request import check_device, check_model, vocab_size
 from ..streamed import drop_fetches
+from .head_folder import is_head_folder
+from .heads import load_head
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
@@ -57,6 +60,11 @@ class Level:
     bits: Bits | None = None
     router: Router | None = None
 
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from hidden states of the levels above."""
+        return isinstance(self.model, EagleHead)
+
 
 def resolve(
     target: nn.Module,
@@ -82,7 +90,9 @@ def resolve(
     for index, (level, word, tokenizer) in enumerate(zip(levels, words, tokenizers, strict=True)):
         found = _resolve(target, level, word, config, vocabulary, state)
         found.tokenizer = tokenizer or found.tokenizer
-        if found.model is not None:
+        if found.is_head:
+            _check_above(resolved, index, found)
+        elif found.model is not None:
             check_model(found.model, f"level {index} ({found.name})")
             check_device(found.model, f"level {index} ({found.name})", device)
             vocabulary = vocab_size(found.model)
@@ -131,11 +141,32 @@ def _check_lists(levels: list, tokenizers: list | None) -> None:
 def _check_order(levels: list, words: list[Word | None]) -> None:
     """Raise ValueError if a level stands below one that cannot check it."""
     for index, (level, word) in enumerate(zip(levels[:-1], words, strict=False)):
-        if isinstance(level, Drafter) or (word is not None and word.kind in ("prompt_lookup", "ngram")):
+        if isinstance(level, Drafter) or (word is not None and _drafts_only(word)):
             name = level if isinstance(level, str) else level.name
             raise ValueError(
                 f"level {index} ({name}) cannot check drafts, so no level can be below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
+            )
+
+
+def _drafts_only(word: Word) -> bool:
+    return word.kind in ("prompt_lookup", "ngram") or (word.kind == "load" and is_head_folder(word.path))
+
+
+def _check_above(above: list[Level], index: int, head: Level) -> None:
+    """ValueError where a level above a head does not write the hidden states that the head reads."""
+    most = head.model.shape.taps[-1]
+    for at, level in enumerate(above):
+        if not level.shape_of_target:
+            raise ValueError(
+                f"level {index} ({head.name}) reads hidden states of the target, and level {at} ({level.name}) above "
+                "it is another model: put the head below the target or a level of its own weights"
+            )
+        layers = getattr(level.model.config.get_text_config(decoder=True), "num_hidden_layers", most)
+        if layers < most:
+            raise ValueError(
+                f"level {index} ({head.name}) reads hidden states in front of layer {most}, and level {at} "
+                f"({level.name}) above it has {layers} layers: leave that level out"
             )
 
 
@@ -188,8 +219,12 @@ def _from_word(
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
 
+    cast = _cast_options(word, config) if word.cast else None
+
     def load() -> tuple[nn.Module, object | None]:
-        return load_level(target, word.path, _cast_options(word, config) if word.cast else None)
+        if is_head_folder(word.path):
+            return load_head(target, word.path, cast), None
+        return load_level(target, word.path, cast)
 
     model, tokenizer = _keep(state, key if word.cast else (text,), lambda: (place.device, target.dtype), load)
     name = Path(word.path).name or text

@@ -35,6 +35,7 @@ from ..config import (
 )
 from ..processing import Prompts, split_processors, warp_of
 from ..request import head_size, max_positions, router_of, vocab_size
+from .head_wiring import engine_with_head, head_engine
 from .lower_precision import drafting_defaults, require_engine
 from .resolve import Level
 
@@ -98,14 +99,17 @@ class Wiring:
         self.count, self.chooses = len(levels), bool(levels) and not is_shared(self.model)
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
-        parts, above = [], _Above(self.tokenizer, self.vocab_size, True)
+        parts, above, over = [], _Above(self.tokenizer, self.vocab_size, True), [leader]
         for index, level in enumerate(levels):
             if level.drafter is not None:
                 parts.append(Part(level.name, drafter=self._lookup(level, index)))
+            elif level.is_head:
+                parts.append(self._head(level, index, over, above))
             else:
                 part, above = self._part(level, index, above, next(engines))
                 leader = self._follow(level, part.engine, leader)  # None from where a level has a cache of its own
                 self._set_window(level, part.engine)
+                over.append(part.engine)
                 parts.append(part)
             parts[-1].num_draft_tokens = self._num_draft_tokens(level, index)
         return parts
@@ -126,6 +130,15 @@ class Wiring:
         )
         return part, _Above(above.tokenizer if same else level.tokenizer, own, in_targets)
 
+    def _head(self, level: Level, index: int, over: list[Engine], above: _Above) -> Part:
+        """A head, which reads what the engines of all levels above it write of their hidden states."""
+        engine = head_engine(level, over, self.capacity)
+        if self.config.draft_cache is not None:
+            self._keep_in(level, engine)
+        self._set_window(level, engine)
+        sampler = self._sampler(above.vocab_size)
+        return Part(level.name, engine, sampler, threshold=self._threshold(level, index, True))
+
     def _follow(self, level: Level, engine: Engine, leader: Engine | None) -> Engine | None:
         """Let a level of the target's shape draft in its checker's cache (invariant 4); the engine, if it does."""
         if level.bits is not None:
@@ -144,7 +157,8 @@ class Wiring:
         word = self.config.draft_cache
         try:
             kept = cache_format(word, "draft_cache")
-            if (size := head_size(level.model)) is not None:
+            size = level.model.shape.head_dim if level.is_head else head_size(level.model)
+            if size is not None:
                 kept.width(size)
             engine.keep_in(kept)
         except ValueError as error:
@@ -154,7 +168,7 @@ class Wiring:
         """Let a level see only a part of the cache, where that is asked for."""
         window = self.config.draft_window or 0
         if window and not engine.can.draft_window:
-            why = "it runs module by module"
+            why = "it is a head" if level.is_head else "it runs module by module"
             say_once(self.model, f"draft_window is {window}, and level {level.name} sees all tokens: {why}")
             window = 0
         engine.draft_window = window
@@ -190,7 +204,8 @@ class Wiring:
         )
 
     def _engines_over(self, levels: list[Level]) -> list[Engine]:
-        with_models = [level for level in levels if level.drafter is None]
+        with_models = [level for level in levels if level.drafter is None and not level.is_head]
+        self.has_head = any(level.is_head for level in levels)
         return self._engines([self.model, *(level.model for level in with_models)],
                              [router_of(self.model), *(level.router for level in with_models)])  # fmt: skip
 
@@ -201,7 +216,7 @@ class Wiring:
         found = engines_of(
             plain,
             [max_positions(model) for model in plain],
-            name=self.config.engine,
+            name=engine_with_head(self.model, self.config) if self.has_head else self.config.engine,
             prepare=self.config.prepare,
             required=self.config.engine is not None and routers[0] is None,
             capacity=self.capacity,
@@ -259,7 +274,8 @@ class Wiring:
         if level.bits is not None:
             return drafting_defaults(self.model, level.bits)[1] if given is None else given
         if given is None:
-            given = getattr(level.model.generation_config, "assistant_confidence_threshold", None)
+            settings = getattr(level.model, "generation_config", None)
+            given = getattr(settings, "assistant_confidence_threshold", None)
             check_threshold(
                 given, f"generation_config.assistant_confidence_threshold of level {level.name} is {given!r}"
             )

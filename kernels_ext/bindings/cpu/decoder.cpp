@@ -322,11 +322,24 @@ class DecoderObject : public torch::CustomClassHolder {
                                            const Ints& kept, bool want_confidence, bool want_logits,
                                            int64_t weight_bits, int64_t activation_bits, int64_t draft_window,
                                            const std::vector<Tensor>& states, const Ints& sources) {
+    return score_tapped(kv, tokens, counts, starts, kept, want_confidence, want_logits, weight_bits, activation_bits,
+                        draft_window, states, sources, {}, std::nullopt);
+  }
+
+  // The same, and the residual stream of every token fed, in front of tap_layers, goes to its row and position of tap_states
+  // [rows, slots, layers, hidden], of the cache's dtype. No layers: nothing is written.
+  std::tuple<Tensor, Tensor, Tensor> score_tapped(const Tensor& kv, const Ints& tokens, const Ints& counts,
+                                                  const Ints& starts, const Ints& kept, bool want_confidence,
+                                                  bool want_logits, int64_t weight_bits, int64_t activation_bits,
+                                                  int64_t draft_window, const std::vector<Tensor>& states,
+                                                  const Ints& sources, const Ints& tap_layers,
+                                                  const MaybeTensor& tap_states) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level =
         mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window, {states, sources});
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
+    level.tap = mlspec::checked_tap(decoder_, rows, tap_layers, tap_states);
     int64_t total = 0;
     for (size_t r = 0; r < kept.size(); ++r) {
       TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
@@ -493,6 +506,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
+      .def("score_tapped", &DecoderObject::score_tapped)
       .def("draft", &DecoderObject::draft)
       .def("draft_checked", &DecoderObject::draft_checked);
 }

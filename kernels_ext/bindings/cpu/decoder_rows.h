@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "../../cpu/decoder/decoder_rounds.h"
@@ -46,6 +47,27 @@ inline void check_room(const Level& level, const std::vector<TokenRow>& rows, co
     TORCH_CHECK_VALUE(!busy || (!rows[r].tokens.empty() && level.lengths[r] >= rows[r].base), "row ", r, " has ",
                       rows[r].tokens.size(), " tokens from ", rows[r].base, " on, the cache holds ", level.lengths[r]);
   }
+}
+
+// Where a call writes the residual stream in front of these layers; one without layers writes nothing.
+inline Tap checked_tap(const Decoder& decoder, const std::vector<TokenRow>& rows, const std::vector<int64_t>& layers,
+                       const std::optional<at::Tensor>& states) {
+  if (layers.empty()) return {};
+  const int64_t most = decoder.layers.size(), count = layers.size();
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK_INDEX(layers[i] >= 0 && layers[i] <= most && (i == 0 || layers[i] > layers[i - 1]),
+                      "tap_layers are ", at::IntArrayRef(layers), ", ascending numbers of 0 to ", most, " are meant");
+  TORCH_CHECK_VALUE(states.has_value(), "tap_states is None, and tap_layers are ", at::IntArrayRef(layers));
+  const auto dtype = decoder.shape.kv_dtype == MLSPEC_FLOAT32 ? at::kFloat : at::kBFloat16;
+  TORCH_CHECK_VALUE(states->dim() == 4 && states->size(0) >= static_cast<int64_t>(rows.size()) && states->size(2) == count &&
+                        states->size(3) == decoder.shape.hidden && states->is_contiguous() && states->is_cpu(),
+                    "tap_states has shape ", states->sizes(), ", expected contiguous [", rows.size(), ", slots, ", count, ", ",
+                    decoder.shape.hidden, "] on the CPU");
+  TORCH_CHECK_TYPE(states->scalar_type() == dtype, "tap_states is ", states->scalar_type(), ", the model writes ", dtype);
+  for (size_t r = 0; r < rows.size(); ++r)
+    TORCH_CHECK_INDEX(rows[r].end() <= states->size(1), "row ", r, " reaches ", rows[r].end(), " tokens, tap_states has ",
+                      states->size(1), " slots");
+  return {layers, states->mutable_data_ptr(), states->size(1)};
 }
 
 template <class T>

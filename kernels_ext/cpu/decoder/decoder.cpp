@@ -243,6 +243,7 @@ void Decoder::forward(Team& team, Pass& pass) {
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
+    tap(team, pass, pending, i);
     const Linear* const o[] = {layer.delta ? &layer.delta->out : &layer.o};
     if (layer.delta) {
       normalize(team, n, pending, layer.attention_norm, shares_inputs(*layer.delta) ? &layer.delta->qkv : nullptr);
@@ -268,6 +269,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     }
     mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
   }
+  tap(team, pass, pending, layers.size());
   for (int64_t first = 0; first < kept; first += kScoredTogether) {
     float* const logits = pass.logits ? pass.logits + first * shape.vocab : w.logits.data();
     score(team, pass, pending, first, std::min(kScoredTogether, kept - first), logits);

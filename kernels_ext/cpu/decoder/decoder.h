@@ -91,6 +91,14 @@ struct Segment {
   int64_t row, start, first, count;  // first: index of its first token in Pass::tokens
 };
 
+// Where the residual stream in front of some layers is written, for heads that read it: of every token of a pass, in the place of its
+// row and position. layers: ascending, 0 (the embedding) to the number of layers (behind the last one).
+struct Tap {
+  std::vector<int64_t> layers;
+  void* states = nullptr;  // [rows][slots][layers.size()][hidden], of the decoder's kv_dtype; null: nobody reads
+  int64_t slots = 0;
+};
+
 // One pass of a decoder over at most Decoder::kMaxTokens tokens.
 struct Pass {
   Decoder* decoder = nullptr;
@@ -109,6 +117,7 @@ struct Pass {
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
   Bits bits;                      // of every linear with packed weights; 0: each one's own
   int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
+  Tap tap;
   bool want_confidence = false;
 
   // Those of the number-th row.
@@ -193,6 +202,7 @@ class Decoder {
   void multiply_products(Team& team, const Products& products);
   void activate_visits(Team& team, const Experts& experts);
   void sum_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
+  void tap(Team& team, const Pass& pass, const Pending& pending, int64_t layer);
   void score(Team& team, Pass& pass, const Pending& pending, int64_t first, int64_t count, float* logits);
 
   std::shared_ptr<Workspace> work_;

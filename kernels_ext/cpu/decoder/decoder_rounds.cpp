@@ -73,6 +73,7 @@ class Feeder {
     pass_.bits = level.bits;
     pass_.draft_window = level.draft_window;
     pass_.states = level.states;
+    pass_.tap = level.tap;
   }
 
   // Row `row` goes on behind `length` tokens. in_place: nobody goes back to that length.

@@ -14,7 +14,7 @@ struct PlanesMissing : std::exception {
   const char* what() const noexcept override { return "streamed planes could not be had"; }
 };
 
-// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window: as in Pass.
+// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window, tap: as in Pass.
 struct Level {
   Decoder* decoder = nullptr;
   RaggedKv kv;
@@ -24,6 +24,7 @@ struct Level {
   RecurrentStates states;  // of layers that keep some; a row's go on from those of lengths[r] tokens
   std::shared_ptr<std::vector<RecurrentStates>> owners;  // where sources point
   std::vector<const RecurrentStates*> sources;  // of rows whose states begin, once, as another owner's; null: their own
+  Tap tap;
   int64_t forwards = 0;
   double seconds = 0;
 };

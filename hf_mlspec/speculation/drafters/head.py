@@ -1,0 +1,25 @@
+"""What does a trained head propose? What a model would, of the rows whose hidden states it has."""
+
+from __future__ import annotations
+
+from ...engines.head import HeadEngine
+from ..draft import Draft, Rows
+from .model import ModelDrafter
+
+
+class HeadDrafter(ModelDrafter):
+    """A head at the end of a chain, in a cache of its own. See `ModelDrafter`.
+
+    It drafts nothing for a row that the levels above have not read yet.
+    """
+
+    runner: HeadEngine
+
+    @property
+    def follows(self) -> bool:
+        """Whether it waits until the target has read the prompts: it reads what the target leaves behind."""
+        return True
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        known = [self.runner.knows(r, len(row)) for r, row in enumerate(rows)]
+        return super().propose(rows, [limit if on else 0 for limit, on in zip(limits, known, strict=True)])

@@ -1,0 +1,47 @@
+// How does the residual stream in front of a layer get to those who read it? A copy of every token's row, what waits added.
+#include <algorithm>
+#include <cstring>
+
+#include "decoder_workspace.h"
+
+namespace mlspec {
+namespace {
+
+// To nearest, ties to even, as torch rounds; NaN stays NaN.
+void narrow(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+  }
+}
+
+}  // namespace
+
+// The stream itself is left as it is: what waits is added to it where the next norm reads it.
+void Decoder::tap(Team& team, const Pass& pass, const Pending& pending, int64_t layer) {
+  const Tap& tap = pass.tap;
+  const auto found = std::find(tap.layers.begin(), tap.layers.end(), layer);
+  if (found == tap.layers.end()) return;
+  const int64_t place = found - tap.layers.begin(), width = tap.layers.size();
+  const int64_t element = shape.kv_dtype == MLSPEC_FLOAT32 ? 4 : 2;
+  Workspace& w = *work_;
+  float* const own = w.rows.data() + team.index() * w.row_stride;  // a row, and room for what settles
+  team.share(pass.tokens.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const float* from = w.hidden.data() + n * shape.hidden;
+      if (pending.waits) {
+        std::memcpy(own, from, shape.hidden * sizeof(float));
+        settle(pending, w.block.data() + n * shape.hidden, own, own + shape.hidden);
+        from = own;
+      }
+      const int64_t row = ((pass.rows[n] * tap.slots + pass.positions[n]) * width + place) * shape.hidden;
+      char* const to = static_cast<char*>(tap.states) + row * element;
+      if (element == 4) std::memcpy(to, from, shape.hidden * sizeof(float));
+      if (element == 2) narrow(from, shape.hidden, reinterpret_cast<uint16_t*>(to));
+    }
+  });
+}
+
+}  // namespace mlspec
