@@ -28,6 +28,8 @@ class Weight:
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
     input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
     activation_clip: of INT4, of its 4-bit activations.
+    adapter: of linears of a layer, (down float32 ``[rank, in]``, up float32 ``[out, rank]``): up (down x) is added, x
+    before any rounding; None: nothing. Not beside a rotation.
     outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
     last 128 entries twice.
     """
@@ -52,6 +54,7 @@ class Weight:
     rotation: Hadamard | None = None
     outliers: int = 0
     activation_clip: float = 1.0
+    adapter: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)
+    if weight.adapter is not None:
+        decoder.set_adapter(name, *weight.adapter)
 
 
 def set_experts(decoder, experts: Experts) -> None:

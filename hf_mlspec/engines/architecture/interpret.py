@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...nn.adapters import base_of, is_adapted, is_lora, of_adapters, why_not_low_rank
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
 from ...nn.linear import KernelLinear, is_dense
@@ -80,7 +81,9 @@ def _require_width(config, width: int, name: str) -> None:
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
-    """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
+    """(in, out) features of a linear that a compiled decoder can read, with adapters or without; UnknownArchitecture
+    for another module."""
+    linear = base_of(linear) if is_lora(linear) else linear
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
     rotated = type(linear) is TransformedLinear
@@ -140,6 +143,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(model.config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
+    _require_low_rank(model, decoder)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
         if device == CPU:
@@ -148,6 +152,17 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     altered = next(_altered(model, entry), None)
     if altered is not None:
         raise UnknownArchitecture(f"it {altered}")
+
+
+def _require_low_rank(model: nn.Module, decoder: str) -> None:
+    """UnknownArchitecture for adapters that a compiled decoder does not add."""
+    for path, module in model.named_modules():
+        if not is_adapted(module):
+            continue
+        if decoder == "cuda":
+            raise UnknownArchitecture(f"it carries adapters ({path}), which the compiled decoder of GPUs does not add")
+        if is_lora(module) and (why := why_not_low_rank(module)) is not None:
+            raise UnknownArchitecture(f"{why} ({path}), and the compiled decoder adds plain LoRA alone")
 
 
 def _described(model: nn.Module) -> Description:
@@ -159,7 +174,7 @@ def _described(model: nn.Module) -> Description:
 
 def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
     """Why what a module computes may not be what its class says."""
-    origins = "transformers.", entry.package
+    origins, of_others = ("transformers.", entry.package), of_adapters(model)
     for path, module in model.named_modules():
         place = f"its module {path}" if path else "the model"
         if module.training and not isinstance(module, nn.ModuleList):  # a slice of a list starts in training mode
@@ -168,6 +183,8 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
+        if id(module) in of_others or is_lora(module):
+            continue
         known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
         known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)

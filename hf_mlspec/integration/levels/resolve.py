@@ -13,6 +13,7 @@ from torch import nn
 from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
 from ...formats import casts
+from ...nn.adapters import without_wrapper
 from ...nn.castable import is_nested
 from ...nn.fewer_experts import fewer_experts
 from ...nn.nest import nest
@@ -153,6 +154,7 @@ def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationCon
     if word is not None:
         return _from_word(target, level, word, config, vocabulary, state)
     if isinstance(level, nn.Module):
+        level = without_wrapper(level, "a level")
         return Level(_name(level), model=level, shape_of_target=is_view(level, target))
     if isinstance(level, Drafter):
         largest = getattr(level, "largest_token", -1)
@@ -266,6 +268,7 @@ def clear(model: nn.Module) -> None:
     captured rounds; the model's decoders, but a valid one of `hf_mlspec.prepare`; GPU weights of a model moved away;
     counts; streamed planes on their way. Models passed as levels are left alone. Warnings are given again.
     """
+    model = without_wrapper(model, "clear")
     let_go(model)
     drop_fetches(model)
     drop_outdated(model)
