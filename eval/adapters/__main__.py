@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import peft
@@ -22,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
+from eval.adapters.step import step_ratio
 from eval.targets import SMALL_SHAPES, random_model
 from hf_mlspec.evaluation import read_prompts
 
@@ -72,23 +71,6 @@ def train(model: peft.PeftModel, tokenizer, text: Path, steps: int) -> list[floa
         losses.append(loss.item())
     model.eval()
     return losses
-
-
-def step_ratio(base: PreTrainedModel, model: peft.PeftModel, batch: int, repeats: int) -> dict[str, float]:
-    """Medians of tokens decoded one by one, by the base and with the adapter, in turn."""
-    ids = torch.randint(5, 90, (batch, 8))
-    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "assistant_models": []}
-    seconds: dict[str, list[float]] = {"base": [], "adapter": []}
-    for turn in range(repeats + 1):
-        for name, one in (("base", base), ("adapter", model)):
-            begin = time.perf_counter()
-            one.generate(input_ids=ids, **options)
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
-    ratios = [b / a for a, b in zip(seconds["base"], seconds["adapter"], strict=True)]
-    medians = {name: statistics.median(own) / 24 * 1e3 for name, own in seconds.items()}
-    return {"batch": batch, **{f"{name}_ms": round(own, 4) for name, own in medians.items()},
-            "ratio": round(statistics.median(ratios), 4)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -56,8 +56,7 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
             built_decoder(model, device.type)
         except UnknownArchitecture as error:
             _serve_linears(model, str(error))
-    state = state_of(model)
-    state.prepared, state.engine = True, engine
+    state_of(model).prepared, state_of(model).engine = True, engine
     return given
 
 
