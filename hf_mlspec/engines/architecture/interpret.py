@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...nn.adapters import base_of, is_adapted, is_lora, of_adapters, why_not_low_rank
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
-from ...nn.linear import KernelLinear, is_dense
+from ...nn.linear import KernelLinear, is_dense, is_transposed
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
@@ -86,6 +86,8 @@ def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
     linear = base_of(linear) if is_lora(linear) else linear
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
+    if is_transposed(linear):
+        return tuple(linear.weight.shape)
     rotated = type(linear) is TransformedLinear
     if not rotated and not _is_packed(linear):
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")

@@ -19,7 +19,7 @@ from ...formats.planes import PlanesParts
 from ...formats.zipper import ZipperParts
 from ...nn.adapters import base_of, is_adapted, low_rank_of
 from ...nn.int4_int8 import Int4Int8Linear
-from ...nn.linear import Int4Linear, Mxfp4Linear
+from ...nn.linear import Int4Linear, Mxfp4Linear, lay_rows
 from ...nn.lut import LutLinear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
@@ -122,8 +122,8 @@ def read_weight(linear: nn.Module, name: str) -> Weight:
     bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
     if isinstance(linear, PackedLinear):
         return _packed(linear, bias, name)
-    require_format(linear.weight, name)
-    weight = linear.weight.detach()
+    weight = lay_rows(linear).detach()
+    require_format(weight, name)
     rotation = rotation_of(linear, name)
     return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=bias, rotation=rotation)
 
