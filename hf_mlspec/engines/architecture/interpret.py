@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn.adapters import base_of, is_adapted, is_lora, of_adapters, why_not_low_rank
+from ...nn.adapters import base_of, is_lora, of_adapters
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
 from ...nn.linear import KernelLinear, is_dense, is_transposed
@@ -21,6 +21,7 @@ from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
+from .adapted import require_low_rank
 from .description import NORMS, WITHOUT_WINDOW, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
 from .known import KNOWN
@@ -146,7 +147,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
-    _require_low_rank(model, decoder)
+    require_low_rank(model, decoder)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
         if device == CPU:
@@ -155,17 +156,6 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     altered = next(_altered(model, entry), None)
     if altered is not None:
         raise UnknownArchitecture(f"it {altered}")
-
-
-def _require_low_rank(model: nn.Module, decoder: str) -> None:
-    """UnknownArchitecture for adapters that a compiled decoder does not add."""
-    for path, module in model.named_modules():
-        if not is_adapted(module):
-            continue
-        if decoder == "cuda":
-            raise UnknownArchitecture(f"it carries adapters ({path}), which the compiled decoder of GPUs does not add")
-        if is_lora(module) and (why := why_not_low_rank(module)) is not None:
-            raise UnknownArchitecture(f"{why} ({path}), and the compiled decoder adds plain LoRA alone")
 
 
 def _described(model: nn.Module) -> Description:

@@ -138,6 +138,11 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
                 f"level {index} ({name}) cannot check drafts, so no level can be below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
             )
+        if word is not None and word.kind in ("cast", *_VIEWS) and levels[index + 1] == level:
+            raise ValueError(
+                f"level {index + 1} ({level}) is level {index} once more: it would cost as much and add nothing; "
+                "leave one of the two out"
+            )
 
 
 def _move_weights_first(target: nn.Module, config: SpeculationConfig, state: ModelState) -> None:
