@@ -131,6 +131,7 @@ _LATER = {
     "opt": ("OPTConfig", {"ffn_dim": 176, "activation_function": "gelu"}),
     "biogpt": ("BioGptConfig", {}),
     "bigcode": ("GPTBigCodeConfig", {"n_inner": 176}),
+    "gpt2": ("GPT2Config", {"n_inner": 176}),
 }
 _DELTA = {
     "head_dim": 24,

@@ -10,6 +10,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    PersimmonConfig,
     Qwen2Config,
     Qwen3MoeConfig,
 )
@@ -28,6 +29,7 @@ _CONFIGS = {
     "llama-tied": lambda **kw: LlamaConfig(**_SHAPE, tie_word_embeddings=True, **kw),
     "qwen2-bias": lambda **kw: Qwen2Config(**_SHAPE, **kw),
     "gemma2-tied": lambda **kw: Gemma2Config(**_SHAPE, head_dim=16, **kw),
+    "persimmon": lambda **kw: PersimmonConfig(**_SHAPE, **kw),
     "gpt2-conv1d": lambda **kw: GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64, **kw),
     "mixtral-experts": lambda **kw: MixtralConfig(**_SHAPE, num_local_experts=2, **kw),
     "qwen3-experts": lambda **kw: Qwen3MoeConfig(

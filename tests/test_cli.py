@@ -115,7 +115,12 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert {(row["op"], row["device"], row["kernel"]) for row in told["kernels"]} == set(hf_mlspec.ops.kernel_table())
     assert main(["info"]) == 0
     shown = capsys.readouterr().out
-    assert "  mxfp4_linear on cpu: " in shown
+    assert "  mxfp4_linear on cpu: " not in shown
+    assert re.search(r"kernels \(--kernels: of every op\)\n  on \w+: \S+: \d+ ops\n", shown)
+    assert main(["info", "--kernels"]) == 0
+    assert capsys.readouterr().out.startswith(shown.partition("  MLSPEC_CACHE")[0])
+    assert main(["info", "--kernels"]) == 0
+    assert "  mxfp4_linear on cpu: " in capsys.readouterr().out
     known = {"gptq", "awq", "auto-round", "compressed-tensors", "gguf", "mxfp4", "anyprec"}
     assert told["checkpoints"].keys() == known
     assert "  gguf: stock transformers\n" in shown

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+from collections import Counter
 from typing import Any
 
 import torch
@@ -61,18 +62,26 @@ def run_info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found))
         return 0
-    _show_all(found, kernels, problem)
+    _show_all(found, problem)
+    if args.kernels:
+        rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
+        show(Console(), "kernels", ("", "kernel"), rows)
     return 0
 
 
-def _show_all(found: dict[str, Any], kernels: list[tuple[str, str, str]], problem: str | None) -> None:
-    """Tables of what was found."""
+def _summary(kernels: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """How many ops each kernel serves, by device."""
+    counts = Counter((entry["device"], entry["kernel"]) for entry in kernels)
+    return [(f"on {device}", f"{kernel}: {count} ops") for (device, kernel), count in counts.most_common()]
+
+
+def _show_all(found: dict[str, Any], problem: str | None) -> None:
+    """Tables of what was found, the kernels counted."""
     console = Console()
     show(console, "versions", ("", "version"), list(found["versions"].items()))
     show(console, "devices", ("", "what"), list(found["devices"].items()))
-    rows = [(f"{op} on {device}", kernel) for op, device, kernel in kernels]
-    problems = [("problem", problem), ("problem on cuda", found["cuda_problem"])]
-    show(console, "kernels", ("", "kernel"), [*rows, *(row for row in problems if row[1])])
+    problems = [row for row in (("problem", problem), ("problem on cuda", found["cuda_problem"])) if row[1]]
+    show(console, "kernels (--kernels: of every op)", ("", "kernel"), [*_summary(found["kernels"]), *problems])
     show(console, "weight formats", ("", "read at"), list(found["formats"].items()))
     show(console, "methods that choose codes on a text", ("", "of format"), list(found["methods"].items()))
     others = list(found["checkpoints"].items())

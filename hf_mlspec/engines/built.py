@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..nn.adapters import adapters_said
 from ..nn.hooks import changes
 from ..nn.packed import PackedLinear, PackedModule
 from ..nn.state import ModelState, state_of
@@ -164,8 +165,8 @@ def fingerprint(model: nn.Module) -> tuple:
 def standing(model: nn.Module) -> tuple:
     """All that a decoder over the model rests on: where the weights lie and how often they changed, what norms and
     biases hold, for decoders copied those, where routers send tokens, how packed layers multiply and transform their
-    inputs, the format of its keys and values, and of every module its class, its mode, whether it has hooks and
-    whether its forward was replaced.
+    inputs, which adapters add to what, the format of its keys and values, and of every module its class, its mode,
+    whether it has hooks and whether its forward was replaced.
 
     Vectors off the CPU are not read, which would wait for the device: there a write through `.data` goes unnoticed.
     """
@@ -186,7 +187,7 @@ def standing(model: nn.Module) -> tuple:
         if m.transform is not NONE
     ]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
-    said = directed, cache_format_of(model), _routing(model, walk), *multiply
+    said = directed, cache_format_of(model), _routing(model, walk), adapters_said(walk.modules), *multiply
     places = tuple([p.device for p in walk.parameters])
     return said, modules, places, walk.weights, _held(walk.parameters), tuple(transforms)
 

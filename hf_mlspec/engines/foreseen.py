@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..nn.linear import is_transposed
 from ..nn.packed import PackedLinear
 from ..nn.transforms import ORDER
 from ..ops.compiled_decoder import has_compiled_decoder
@@ -49,7 +50,8 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
         if isinstance(module, PackedLinear):
             slot_of(_SLOTS[word], module, name, word.upper())
         else:
-            require_format(module.weight, name)
+            turned = is_transposed(module) and not module.weight.is_contiguous()  # a decoder may have laid it out so
+            require_format(module.weight.t() if turned else module.weight, name)
         rotation_of(module, name)
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..nn.adapters import of_adapters, without_wrapper
 from ..nn.linear import KernelLinear, is_dense
 from ..nn.state import say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
@@ -24,10 +25,10 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
     Returns the model. No weight is copied; for the engine "cuda" the weights of q, k, v and of gate, up become views
     of one tensor. The classes that docs/guide/architectures.md calls compiled run as one compiled call per step, on a
     GPU as kernels that fit into a CUDA graph. Of other architectures each linear runs through its kernel, with one
-    warning. From then on plain `model.generate` (greedy and sampling)
-    also decodes this way; an unsupported call runs in transformers' own loop, with one warning. Later changes of the
-    weights or the PrecisionSwitch are detected, except through `.data`: a cast is not made again (it drafts worse, no
-    token changes), and on a GPU norms and biases go unnoticed. A deep copy is not prepared.
+    warning. From then on plain `model.generate` (greedy and sampling) also decodes this way; an unsupported call runs
+    in transformers' own loop, with one warning. Later changes of the weights, the PrecisionSwitch or adapters (PEFT)
+    are detected, except through `.data`: a cast is not made again (it drafts worse, no token changes), and on a GPU
+    norms and biases go unnoticed. A deep copy is not prepared.
 
     engine: None for the fastest, or as in SpeculationConfig: "cpu", "cuda", or "modules", whose linears then run
     through their kernels one by one.
@@ -40,6 +41,7 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
         raise TypeError(f"prepare takes a model, not a {type(model).__name__}")
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"prepare: engine is {engine!r}, choose one of {', '.join(ENGINES)} or None for the fastest")
+    given, model = model, without_wrapper(model, "prepare")
     device = _one_device(model)
     if device.type == "cpu" and engine != "cuda" and not has_compiled_decoder():
         raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
@@ -54,9 +56,8 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
             built_decoder(model, device.type)
         except UnknownArchitecture as error:
             _serve_linears(model, str(error))
-    state = state_of(model)
-    state.prepared, state.engine = True, engine
-    return model
+    state_of(model).prepared, state_of(model).engine = True, engine
+    return given
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -66,13 +67,14 @@ def restore(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore takes a model, not a {type(model).__name__}")
+    given, model = model, without_wrapper(model, "restore")
     state = state_of(model)
     served = {id(module): module for module in model.modules() if type(module) is KernelLinear}
     if state.prepared or served:
         _replace(model, {key: module.given_up() for key, module in served.items()})
         state.prepared, state.engine = False, None
         state.drop_engines()
-    return model
+    return given
 
 
 def _one_device(model: nn.Module) -> torch.device:
@@ -93,8 +95,10 @@ def _require_gpu_serves(model: nn.Module, device: torch.device) -> None:
     reason = ops.why_no_cuda_kernels(device)
     if reason is not None:
         raise ops.KernelError(f"prepare needs the CUDA kernels: {reason}")
+    of_others = of_adapters(model)
     for name, module in model.named_modules():
-        if (is_dense(module) or isinstance(module, nn.Embedding)) and module.weight.dtype != torch.bfloat16:
+        read = (is_dense(module) or isinstance(module, nn.Embedding)) and id(module) not in of_others
+        if read and module.weight.dtype != torch.bfloat16:
             raise ValueError(
                 f"prepare: {name}.weight is {module.weight.dtype} on {device}, where the kernels take bfloat16: load "
                 "the model with dtype=torch.bfloat16"

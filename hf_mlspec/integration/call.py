@@ -32,6 +32,7 @@ from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
 from ..speculation.shelf import tell_off
 from ..speculation.stats import SpeculationStats
+from . import images
 from .adaptive import chain_without_levels, let_choose, tell_what_never_pays
 from .capture import captured, go_on
 from .config import SpeculationConfig
@@ -163,6 +164,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
 def check(model: PreTrainedModel, call: Call) -> Prompts:
     """The prompts of a call that can be served; ValueError for any other, before anything is computed."""
     check_request(call.input_ids, call.settings, call.model_kwargs)
+    images.check_tokens(model, call.input_ids)
     check_streamer(call.streamer, len(call.input_ids))
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
     check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..nn.adapters import without_wrapper
 from ..speculation.stats import LevelStats, PlanStats, SpeculationStats
 from .config import SpeculationConfig
 from .request import check_model, check_prompt_rows
@@ -134,6 +135,7 @@ def compare(
     Raises ValueError for no prompts, a prompt without tokens or with too many, and arguments out of range, before
     anything is decoded.
     """
+    model = without_wrapper(model, "compare")
     _validate(prompts, max_new_tokens, batch_size, reference, reference_ids, streamer)
     rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
     check_model(model, "the target")

@@ -28,6 +28,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..engines.modules.states import STATE_ARGUMENTS
 from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
+from .arguments import check_arguments
 from .call import Call, check, run
 from .config import SpeculationConfig
 from .quantizer import gguf_quantizer, saving, source  # noqa: F401 (the first registers itself)
@@ -260,6 +261,7 @@ def _check_call(model, kwargs: dict) -> None:
                 f"assistant_models and {name} were both given: put every level into assistant_models "
                 "and its tokenizer into assistant_tokenizers"
             )
+    check_arguments(kwargs, option(model, kwargs, "top_p"))
     check_target(model, option(model, kwargs, "num_beams"))
     check_decoding({name: option(model, kwargs, name) for name in OTHER_DECODING})
 

@@ -87,7 +87,7 @@ def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple, held
     """The chain of these levels was built. held: models and tokenizers that the call was given."""
     runners = [chain.target.runner, *filter(None, chain.runners)]
     decoder = getattr(runners[0], "decoder", None)
-    # A router chooses by the prompt, and a head reads what the target wrote of its hidden states from the first token on.
+    # A router chooses by the prompt, and a head reads hidden states that the target writes from the first token on.
     needed = any(level.router is not None or level.is_head for level in levels)
     if wiring.asked is None or decoder is None or needed or not all(runner.can.bit_exact for runner in runners):
         return

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .dtype import dtype_named
-from .quantizer.checkpoint import stored_dtype
+from .quantizer.checkpoint import require_own_shards, stored_dtype
 from .quantizer.gguf_loading import load_gguf
 from .quantizer.gpt_oss_loading import is_original_folder, load_original
 from .quantizer.research import require_no_research
@@ -27,6 +27,7 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     """
     path, given = os.fspath(name), options.pop("torch_dtype", None)
     dtype = dtype_named(given if dtype is None else dtype)
+    require_own_shards(path)
     file = find_gguf(path, options)
     if file is not None:
         options.pop("gguf_file", None)

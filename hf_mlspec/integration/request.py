@@ -13,6 +13,7 @@ from ..engines.built import walk_of
 from ..engines.modules.states import config_window, why_not_row_by_row
 from ..nn.hooks import without_memory
 from ..routing.router import Router
+from . import images
 from .processing import Prompts, check_mask
 
 # What stock generate hands to every decoding method and our loop makes for itself.
@@ -42,7 +43,8 @@ _UNSERVED_SETTINGS = (
 
 def unserved(model, args: tuple, kwargs: dict) -> str | None:
     """Why a plain call of generate on a prepared model cannot decode through its compiled steps; None where it can."""
-    asked = sorted(name for name in set(kwargs) - _SERVED if kwargs[name] is not None)
+    given = [name for name in set(kwargs) - _SERVED if kwargs[name] is not None]
+    asked = sorted(name for name in given if not images.is_of_text_alone(name, kwargs[name]))
     others = [name for name in _UNSERVED_SETTINGS if name not in asked]
     asked += [name for name in others if option(model, kwargs, name) not in (None, False, "dynamic")]
     if len(args) > 1 or asked:
@@ -121,11 +123,12 @@ def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kw
     if input_ids is not None:
         _check_mask(input_ids, settings, model_kwargs)
     _check_cache(settings, model_kwargs)
-    extra = sorted(k for k, v in model_kwargs.items() if k not in _OURS and v is not None)
+    given = sorted(name for name, value in model_kwargs.items() if name not in _OURS and value is not None)
+    extra = [name for name in given if not images.is_of_text_alone(name, model_kwargs[name])]
     if extra:
         raise ValueError(
-            f"model inputs {', '.join(extra)} are not supported with assistant_models: only input_ids and "
-            "attention_mask are"
+            f"model inputs {images.told(extra, model_kwargs)} are not supported with assistant_models: only input_ids "
+            "and attention_mask are"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..formats import mxfp4
+from .adapters import adapted_names, of_adapters
 from .expert_modules import ExpertModule, is_experts
 from .hooks import offloads, own_tensor, without_memory
 from .linear import is_dense
@@ -38,11 +39,16 @@ def dense_weight(linear: nn.Module) -> torch.Tensor:
 
 
 def require_dense(
-    model: nn.Module, action: str = "direct_cast", *, or_sharded: bool = False, or_offloaded: bool = False
+    model: nn.Module,
+    action: str = "direct_cast",
+    *,
+    adapters: bool = False,
+    or_sharded: bool = False,
+    or_offloaded: bool = False,
 ) -> None:
-    """ValueError for a quantized model (a nested one is as good as dense), one with adapters, or one whose weights are
-    not in this process's memory. ``action`` opens the message. or_sharded: processes may share them.
-    or_offloaded: accelerate may bring them for every call."""
+    """ValueError for a quantized model (a nested one is as good as dense), one with adapters unless ``adapters``, or
+    one whose weights are not in this process's memory. ``action`` opens the message. or_sharded: processes may share
+    them. or_offloaded: accelerate may bring them for every call."""
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     quantization = getattr(model.config, "quantization_config", None)
     quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
@@ -54,8 +60,8 @@ def require_dense(
             f"{action}: the model is already quantized ({method}); load the original floating-point checkpoint"
         )
     require_plain_inputs(model, action)
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
-    if adapted:
+    adapted = adapted_names(model)
+    if adapted and not adapters:
         raise ValueError(
             f"{action}: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
             "(peft: model.merge_and_unload())"
@@ -93,17 +99,21 @@ def require_plain_inputs(model: nn.Module, action: str, *, or_dense: bool = Fals
 
 def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every path of every plain nn.Linear (a subclass computes something else and stays), nested linear, linear that
-    transforms its inputs, and module of experts."""
+    transforms its inputs, and module of experts; not those of adapters."""
+    left_out = of_adapters(model)
     for name, module in model.named_modules(remove_duplicate=False):
-        if has_dense_weight(module) or is_nested(module) or is_experts(module):
+        fits = has_dense_weight(module) or is_nested(module) or is_experts(module)
+        if fits and id(module) not in left_out:
             yield name, module
 
 
 def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) -> Iterator[tuple[str, str]]:
     """Paths of the weights that cannot be cast, and why: ``divisor`` does not divide their in_features, or nothing
     computes them. experts False: no module of experts can be cast."""
-    understood = []
+    understood, left_out = [], of_adapters(model)
     for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in left_out:
+            continue
         if is_experts(module):
             why = _unfit_experts(module, divisor) if experts else "fused expert weights"
             understood.append(name)

@@ -130,3 +130,21 @@ def is_dense(module: nn.Module) -> bool:
     something else."""
     kind = type(module)
     return kind in (nn.Linear, KernelLinear) or f"{kind.__module__}.{kind.__name__}" in _ALIKE
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D (GPT-2): a linear with a bias whose weight is ``[in, out]``."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+@torch.no_grad()
+def lay_rows(linear: nn.Module) -> torch.Tensor:
+    """The weight of a dense linear as ``[out, in]``, where it lies. That of a Conv1D becomes a view of one that lies
+    so, with the values it had."""
+    if not is_transposed(linear):
+        return linear.weight
+    with torch.inference_mode(False):
+        if not linear.weight.detach().t().is_contiguous():
+            linear.weight.data = linear.weight.detach().t().contiguous().t()
+        return linear.weight.detach().t()

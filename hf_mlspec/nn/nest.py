@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..formats import NestedWeight
 from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
+from .adapters import without_wrapper
 from .calibration import by_memory, hessians, read_samples
 from .castable import is_nested, listed, require_dense, require_finite_float, require_plain_inputs
 from .linear import is_dense
@@ -38,7 +39,7 @@ def nest(
     "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model's
     results stay the same, bit for bit with the compiled kernels, and it can draft for itself: ``model.generate(...,
     assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be moved, saved and loaded like any model.
-    ``unnest`` restores the plain model exactly.
+    ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they are, beside nested weights.
 
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
     calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then
@@ -56,6 +57,7 @@ def nest(
     bfloat16 or not wholly in memory, for NaN or Inf (naming the tensor), an unknown codebook, or invalid calibration
     text.
     """
+    given, model = model, without_wrapper(model, "nest")
     plan = _checked_plan(model, codebook)
     samples = None
     if calibration is not None:
@@ -67,7 +69,7 @@ def nest(
     settings = {"format": FORMAT.written, "codebook": codebook, "modules_to_not_convert": kept_linears(model, plan)}
     attach_quantizer(model, settings)
     tell_kept(model, plan)
-    return model
+    return given
 
 
 def unnest(model: PreTrainedModel) -> PreTrainedModel:
@@ -79,6 +81,7 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unnest takes a model, not a {type(model).__name__}")
+    given, model = model, without_wrapper(model, "unnest")
     learns = any(parameter.requires_grad for parameter in model.parameters())
     dtype = getattr(model, "dtype", torch.bfloat16)
     swaps = nested_swaps(model, learns, dtype)
@@ -103,7 +106,7 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
         if kept:
             attach_quantizer(model, {"format": None, **kept})
         _tie_again(model)
-    return model
+    return given
 
 
 def nest_planned(
@@ -184,7 +187,7 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
         raise ValueError(
             f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
-    require_dense(model, "nest")
+    require_dense(model, "nest", adapters=True)
     plan = plan_of(model)
     if not plan.paths:
         raise ValueError(nothing_to_nest(model, plan))

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..formats.nested import BLOCK
 from ..ops.nested.tiles_cuda import LARGEST_SCALE
+from .adapters import of_adapters
 from .castable import listed, unfit, unfit_linear
 from .linear import is_dense
 from .nested import is_table
@@ -32,11 +33,11 @@ def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
     """What of ``model`` can be nested; ``kept``: paths that are to stay as they are."""
     plan = Plan(kept=dict(unfit(model, BLOCK, experts=False)))
     chosen, first = set(kept), {}
-    owners = _owners(model)
+    owners, left_out = _owners(model), of_adapters(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TransformedLinear):
             plan.kept[path] = "it transforms its inputs"
-        if not is_dense(module) or path in chosen or unfit_linear(module, BLOCK):
+        if not is_dense(module) or id(module) in left_out or path in chosen or unfit_linear(module, BLOCK):
             continue
         if why := _unfit(module, owners):
             plan.kept[path] = why

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from .adapters import adapted_names, remove_adapters, without_wrapper
 from .cast import Cast
 from .castable import linears_and_experts, listed, require_dense, require_finite_floats, unfit
 from .hooks import keep_hook, offloads
@@ -50,16 +51,18 @@ def direct_cast(
     activation_bits: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row and block of 32 (the paper's CPU
         kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16. All layers share one switch.
 
+    Of a model with adapters (PEFT) the plain base is cast, without those that are not merged: it can draft for all.
     Embeddings, norms and biases are shared; ``model`` is unchanged. Layers that cannot be cast (in_features not a
     multiple of the group, Conv1D, unknown experts) are shared, with one warning. The result can be saved like any
     model, unless tensor parallelism shares the weights of ``model`` between processes: of those each casts its part,
     to MXFP4 alone. Raises TypeError for other objects or dtypes that cannot be cast; ValueError for an unknown format,
     rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
+    model = without_wrapper(model, "direct_cast")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"direct_cast takes a transformers PreTrainedModel, not {type(model).__name__}")
     cast = Cast.of(format, rule, activation_bits, model.device)
-    require_dense(model, or_sharded=True, or_offloaded=True)
+    model = _plain_base(model)
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     if not cast_head:
         kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
@@ -75,6 +78,12 @@ def direct_cast(
     attach_quantizer(draft, {**cast.settings, "modules_to_not_convert": sorted(kept), "transform": kind.word})
     _tell_kept(model, {name: why for name, why in kept.items() if why != _HEAD})
     return draft
+
+
+def _plain_base(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose weights can be cast, or a view of it without its adapters."""
+    require_dense(model, adapters=True, or_sharded=True, or_offloaded=True)
+    return remove_adapters(share(model)) if adapted_names(model) else model
 
 
 def transform_alike(model: nn.Module) -> Transform:
@@ -102,6 +111,7 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     Its config is a copy with ``num_hidden_layers`` and the per-layer lists cut to length. Raises ValueError unless
     ``1 <= num_layers < config.num_hidden_layers``, or if the decoder's list of layers is not found.
     """
+    model = without_wrapper(model, "early_exit")
     total = model.config.get_text_config(decoder=True).num_hidden_layers
     if not isinstance(num_layers, int) or not 1 <= num_layers < total:
         raise ValueError(

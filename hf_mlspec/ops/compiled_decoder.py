@@ -35,6 +35,8 @@ class Weight:
     activation_clip: of INT4, of its 4-bit activations.
     resident_planes: of PLANES that are streamed, how many are always where ``weight`` has them; the others are while
     the reader of the decoder (`set_plane_reader`) holds them there for ``key``. 0: all are there.
+    adapter: of linears of a layer, (down float32 ``[rank, in]``, up float32 ``[out, rank]``): up (down x) is added, x
+    before any rounding; None: nothing. Not beside a rotation.
     outliers: of INT4, 128 where the tiles are of ``ops.prepack_int4_int8``; then order, int32 ``[in + 128]``, has its
     last 128 entries twice.
     """
@@ -61,6 +63,7 @@ class Weight:
     activation_clip: float = 1.0
     resident_planes: int = 0
     key: int = 0
+    adapter: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
     if weight.rotation is not None:
         how = weight.rotation
         decoder.set_hadamard(name, matrix_on(how.order, torch.device("cpu")), how.size, how.inner)
+    if weight.adapter is not None:
+        decoder.set_adapter(name, *weight.adapter)
 
 
 def set_delta_sizes(decoder, sizes: DeltaSizes) -> None:

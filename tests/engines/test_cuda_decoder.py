@@ -229,10 +229,10 @@ def test_a_decoder_is_not_built_while_a_graph_is_captured():
 
 
 def test_what_it_does_not_know_is_said_once(tiny_model, caplog):
-    model = tiny_model("gpt2-conv1d")
+    model = tiny_model("persimmon")
     assert decoder_of(model, "cuda") is None
     assert decoder_of(model, "cuda") is None
-    assert caplog.text.count("GPT2LMHeadModel runs module by module: the compiled decoder does not know") == 1
+    assert caplog.text.count("PersimmonForCausalLM runs module by module: the compiled decoder does not know") == 1
 
 
 def test_a_model_on_two_devices_is_said(caplog):

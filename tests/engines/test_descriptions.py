@@ -369,3 +369,27 @@ def test_an_entry_is_all_that_another_class_needs(describe):
 @pytest.mark.parametrize("name", [name for name in KNOWN if hasattr(transformers, name)])
 def test_windows_are_said_of_the_classes_that_mask_them(name):
     assert _masks_windows(getattr(transformers, name)) == (KNOWN[name].windows != "none")
+
+
+def test_transposed_weights_are_laid_out_in_place_and_saved_as_they_were(tmp_path):
+    model = random_model("gpt2", torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    size = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    decoder = decoder_of(model, "cpu")
+    weight = model.transformer.h[0].attn.c_attn.weight
+    assert not weight.is_contiguous()
+    assert weight.t().is_contiguous()
+    assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) == size
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert decoder_of(model, "cpu") is decoder
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(before[name], value) for name, value in again.state_dict().items())
+    weight.data.t()[0, 0] += 1  # the view is the parameter
+    assert weight[0, 0] == before["transformer.h.0.attn.c_attn.weight"][0, 0] + 1
+
+
+@pytest.mark.parametrize("flag", ["scale_attn_by_inverse_layer_idx", "add_cross_attention"])
+def test_a_gpt2_of_another_kind_is_left_to_its_modules(flag):
+    with pytest.raises(UnknownArchitecture, match=f"its config says {flag}=True"):
+        CpuDecoder(random_model("gpt2", torch.float32, **{flag: True}))

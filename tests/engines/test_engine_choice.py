@@ -102,8 +102,8 @@ def test_an_engine_that_is_no_engine_is_refused(model):
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_a_named_engine_that_cannot_run_the_target_says_why(tiny_model, name):
-    model = tiny_model("gpt2-conv1d")
-    words = f"engine '{name}' cannot run this GPT2LMHeadModel: the compiled decoder does not know this class"
+    model = tiny_model("persimmon")
+    words = f"engine '{name}' cannot run this PersimmonForCausalLM: the compiled decoder does not know this class"
     with pytest.raises(ValueError, match=words):
         hf_mlspec.prepare(model, engine=name)
     config = {"engine": name}

@@ -118,13 +118,6 @@ def test_other_dtypes(dtype, words):
     refused(tiny("llama", dtype=dtype), ValueError, words)
 
 
-def test_adapters(model):
-    layer = nn.Module()
-    layer.base_layer = model.model.layers[0].mlp.up_proj
-    model.model.layers[0].mlp.up_proj = layer
-    refused(model, ValueError, r"nest: 1 layers carry adapters, .*model\.layers\.0\.mlp\.up_proj: merge them")
-
-
 def test_no_weight_that_blocks_divide():
     model = tiny("llama", dtype=BF16, hidden_size=40, intermediate_size=48, head_dim=10)
     refused(model, ValueError, r"can be nested: what there is stays as it is: .*in_features 40 is no multiple of 32")

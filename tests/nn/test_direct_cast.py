@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_mlspec import direct_cast, nest, resident_bytes
+from hf_mlspec.nn.castable import require_dense
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.linear import Mxfp4Linear
 from hf_mlspec.nn.packed import PackedModule
@@ -277,11 +278,11 @@ def test_a_device_hook_moves_to_the_new_layer(tiny_model, ids):
     assert torch.equal(draft(ids).logits, direct_cast(tiny_model("llama"))(ids).logits)
 
 
-def test_layers_with_adapters_are_refused(tiny_model):
+def test_other_actions_refuse_layers_with_adapters(tiny_model):
     model = tiny_model("llama")
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
     adapter = nn.Module()  # the shape of a LoRA layer: the linear it adapts, and what it adds
     adapter.base_layer, adapter.lora_A = layer, nn.Linear(layer.in_features, 2, bias=False)
     model.set_submodule("model.layers.0.mlp.up_proj", adapter)
-    with pytest.raises(ValueError, match=r"1 layers carry adapters.*up_proj.*merge"):
-        direct_cast(model)
+    with pytest.raises(ValueError, match=r"quantize: 1 layers carry adapters.*up_proj.*merge"):
+        require_dense(model, "quantize")

@@ -167,6 +167,7 @@ class Description:
     attention_scale, attention_softcap: attributes of the attention; a cap of None there is no cap.
     logit_softcap: a config entry. residual_scale: one that what each block adds is multiplied by, logit_scale and
     logit_divisor: those of the logits, before their cap (Cohere; Granite).
+    text: the place of the text model in one that also sees images: what is beside it is not looked at.
     embedding, layers, final_norm, rotary_embedding, head: places in the model. "a | b" means the first that is there.
     """
 
@@ -205,6 +206,7 @@ class Description:
     residual_scale: str | None = None
     logit_scale: str | None = None
     logit_divisor: str | None = None
+    text: str | None = None
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     final_norm: str = "model.norm"

@@ -11,21 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...nn.adapters import base_of, is_lora, of_adapters
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
-from ...nn.linear import KernelLinear, is_dense
+from ...nn.linear import KernelLinear, is_dense, is_transposed
 from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
+from .adapted import require_low_rank
 from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, WITHOUT_WINDOW, Description, not_served
+from .families.wrappers import TEXT, WRAPPERS, inside
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture
-from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables
+from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
@@ -40,7 +43,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     """Sizes, norms and modules of a model that is whole on ``device``, for the decoder of the "cpu" or "cuda" engine.
     UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
     require_known(model, device, decoder)
-    config, entry = model.config, _described(model)
+    config, entry = text_config(model), _described(model)
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     if not isinstance(table, NestedEmbedding):
@@ -68,7 +71,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
 def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tensor:
     """The rows that are added to embeddings of this dtype."""
     table = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
-    _require_width(model.config, table.shape[1], "embedding of positions")
+    _require_width(text_config(model), table.shape[1], "embedding of positions")
     if table.dtype != dtype:
         raise UnknownArchitecture(f"its embedding of positions is {table.dtype}, and that of tokens {dtype}")
     require_format(table, "embedding of positions")
@@ -81,9 +84,13 @@ def _require_width(config, width: int, name: str) -> None:
 
 
 def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
-    """(in, out) features of a linear that a compiled decoder can read; UnknownArchitecture for another module."""
+    """(in, out) features of a linear that a compiled decoder can read, with adapters or without; UnknownArchitecture
+    for another module."""
+    linear = base_of(linear) if is_lora(linear) else linear
     if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
         return linear.weight.shape[1], linear.weight.shape[0]
+    if is_transposed(linear):
+        return tuple(linear.weight.shape)
     rotated = type(linear) is TransformedLinear
     if not rotated and not _is_packed(linear):
         raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
@@ -120,27 +127,28 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     """Raise UnknownArchitecture unless the decoder of the "cpu" or "cuda" engine runs this class in its present state
     and place, which is ``device``.
     """
-    entry = _described(model)
+    entry, config = _described(model), text_config(model)
     asked = not_served(entry, decoder)
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
     for name in entry.unset:
-        if getattr(model.config, name, None) not in (None, False):
-            said = getattr(model.config, name)
+        if getattr(config, name, None) not in (None, False):
+            said = getattr(config, name)
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder has none")
     flags = dict.fromkeys(entry.needed, True)
     if entry.residual_flag is not None:
         flags[entry.residual_flag] = entry.residual == "parallel"
     for name, wanted in flags.items():
-        said = getattr(model.config, name, None)
+        said = getattr(config, name, None)
         if bool(said) != wanted:
             raise UnknownArchitecture(f"its config says {name}={said!r}, and the compiled decoder takes {wanted}")
-    window = config_window(model.config)
+    window = config_window(config)
     if entry.windows == "none" and window is not None:
         said = "its cache forgets what is further back, and its attention hides nothing"
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
-    if getattr(model.config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
+    require_low_rank(model, decoder)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
         if device == CPU:
@@ -152,16 +160,37 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
 
 
 def _described(model: nn.Module) -> Description:
-    entry = KNOWN.get(type(model).__name__)
+    name = type(model).__name__
+    entry = _of_wrapper(model, name) if name in WRAPPERS else KNOWN.get(name)
     if entry is None or not type(model).__module__.startswith(entry.package):
         raise UnknownArchitecture("the compiled decoder does not know this class")
     return entry
 
 
+def _of_wrapper(model: nn.Module, name: str) -> Description:
+    """What is known of the text model in one that also sees images."""
+    kind = type(_part(model, TEXT))
+    entry = KNOWN.get(WRAPPERS[name].get(kind.__name__))
+    if entry is None or not kind.__module__.startswith(entry.package):
+        raise UnknownArchitecture(f"the compiled decoder does not know the {kind.__name__} in it")
+    return inside(entry, name)
+
+
+def _looked_at(model: nn.Module, entry: Description) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules of what a prompt of text goes through."""
+    if entry.text is None:
+        yield from model.named_modules()
+        return
+    whole = ("", entry.text.rpartition(".")[0])
+    yield from ((path, model.get_submodule(path)) for path in whole)
+    for place in (entry.text, entry.head):
+        yield from _part(model, place).named_modules(prefix=place)
+
+
 def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
     """Why what a module computes may not be what its class says."""
-    origins = "transformers.", entry.package
-    for path, module in model.named_modules():
+    origins, of_others = ("transformers.", entry.package), of_adapters(model)
+    for path, module in _looked_at(model, entry):
         place = f"its module {path}" if path else "the model"
         if module.training and not isinstance(module, nn.ModuleList):  # a slice of a list starts in training mode
             yield f"is in training mode ({place}): call model.eval()"
@@ -169,6 +198,8 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has forward hooks ({place})"
         if "forward" in vars(module):
             yield f"has a replaced forward ({place})"
+        if id(module) in of_others or is_lora(module):
+            continue
         known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
         known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)
@@ -177,7 +208,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 
 
 def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
-    config, layers = model.config, _part(model, entry.layers)
+    config, layers = text_config(model), _part(model, entry.layers)
     attending = _attending(blocks)
     attention, embed = _part(layers[attending], entry.attention), _part(model, entry.embedding)
     delta = next((delta_sizes(entry.delta, layers[i]) for i, b in enumerate(blocks) if b.delta is not None), None)

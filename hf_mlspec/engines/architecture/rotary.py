@@ -68,6 +68,11 @@ def rope_tables(
     return tables
 
 
+def text_config(model: nn.Module) -> Any:
+    """The config of a model's text, which is the model's own where it reads nothing else."""
+    return model.config.get_text_config(decoder=True)
+
+
 def known_positions(config: Any) -> int | None:
     """Number of positions that a text model's config says it has, None if it sets no limit.
 
@@ -81,9 +86,10 @@ def known_positions(config: Any) -> int | None:
 
 def rotary_border(model: nn.Module) -> int | None:
     """The length past which a rotary embedding changes its frequencies, None where it never does."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
     borders = [
-        one.get("original_max_position_embeddings") or model.config.max_position_embeddings
+        one.get("original_max_position_embeddings") or config.max_position_embeddings
         for one in (rope, *(value for value in rope.values() if isinstance(value, dict)))
         if one.get("rope_type") in ("dynamic", "longrope")
     ]

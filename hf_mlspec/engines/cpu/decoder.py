@@ -33,7 +33,7 @@ class CpuDecoder:
         self.num_layers = len(found.layers) - self.num_recurrent
         self._rotation = found.rotation
         self.max_positions, self.positions = rotary.rotary_border(model), 0
-        self._known = rotary.known_positions(model.config)
+        self._known = rotary.known_positions(rotary.text_config(model))
         self._learned = None if found.positions is None else len(found.positions)
         self._growing = threading.Lock()
         norm = found.final_norm.weight, found.final_norm.bias

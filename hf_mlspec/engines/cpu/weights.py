@@ -17,8 +17,9 @@ from ...formats.mxfp4 import BLOCK, Mxfp4Parts
 from ...formats.nested import NestedParts
 from ...formats.planes import PlanesParts
 from ...formats.zipper import ZipperParts
+from ...nn.adapters import base_of, is_adapted, low_rank_of
 from ...nn.int4_int8 import Int4Int8Linear
-from ...nn.linear import Int4Linear, Mxfp4Linear
+from ...nn.linear import Int4Linear, Mxfp4Linear, lay_rows
 from ...nn.lut import LutLinear
 from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
@@ -99,7 +100,7 @@ def read(model: nn.Module) -> Architecture:
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
     """Every linear by itself, as the decoder of the CPU takes them."""
-    linears = {name: read_weight(module, name) for name, module in modules.items() if name not in ("qkv", "gate_up")}
+    linears = {name: _read_adapted(module, name) for name, module in modules.items() if name not in ("qkv", "gate_up")}
     if "qkv_by_head" in linears:
         linears["q"] = linears.pop("qkv_by_head")  # whole: the decoder knows where its heads lie
     if "qkv" in modules:
@@ -119,15 +120,31 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
 
 
 def read_weight(linear: nn.Module, name: str) -> Weight:
-    """A linear's weight where it lies; a packed one is put in tiles. UnknownArchitecture names what does not fit."""
+    """A linear's weight where it lies; a packed one is put in tiles. UnknownArchitecture names what does not fit, such
+    as adapters where the decoder adds none."""
+    if is_adapted(linear):
+        raise UnknownArchitecture(f"its {name} carries adapters; those of a layer's linears alone are added")
     in_features, out_features = linear_shape(linear, name)
     bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
     if isinstance(linear, PackedLinear):
         return _packed(linear, bias, name)
-    require_format(linear.weight, name)
-    weight = linear.weight.detach()
+    weight = lay_rows(linear).detach()
+    require_format(weight, name)
     rotation = rotation_of(linear, name)
     return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=bias, rotation=rotation)
+
+
+def _read_adapted(linear: nn.Module, name: str) -> Weight:
+    """The same for a linear of a layer, which may carry adapters: they run beside it."""
+    if not is_adapted(linear):
+        return read_weight(linear, name)
+    if name.startswith("delta_"):
+        raise UnknownArchitecture(f"its {name} carries adapters; those of attention and MLP alone are added")
+    linear_shape(linear, name)  # of LoRA alone
+    weight, adapter = read_weight(base_of(linear), name), low_rank_of(linear)
+    if adapter is not None and weight.rotation is not None:
+        raise UnknownArchitecture(f"its {name} carries adapters and rotates its inputs")
+    return replace(weight, adapter=adapter)
 
 
 def read_table(table: NestedEmbedding) -> NestedTable:
@@ -203,7 +220,7 @@ SLOTS: dict[str, Callable[[Any, Parts, dict[str, Any]], Weight]] = {
 
 def cut_weight(linear: nn.Module, sizes: list[int], name: str) -> list[Weight]:
     """The parts of a linear that computes several at once (Phi-3), as views."""
-    whole = read_weight(linear, name)
+    whole = _read_adapted(linear, name)
     packed = whole.format not in (BF16, F32)
     if whole.format == ZIPPER:
         raise UnknownArchitecture(f"its {name} computes several linears with a zipper weight, which is not cut")
@@ -223,7 +240,8 @@ def _cut(whole: Weight, first: int, size: int, height: int) -> Weight:
     beside = {"scale": whole.scale, "zero": whole.zero, "low": whole.low, "tables": whole.tables}
     beside = {name: None if part is None else part[rows] for name, part in beside.items()}
     bias = None if whole.bias is None else whole.bias[outputs]
-    own = replace(whole, weight=weight, out_features=size, bias=bias, **beside)
+    adapter = None if whole.adapter is None else (whole.adapter[0], whole.adapter[1][outputs])
+    own = replace(whole, weight=weight, out_features=size, bias=bias, adapter=adapter, **beside)
     if whole.escape_rows is None:
         return own
     inside = (whole.escape_rows >= first) & (whole.escape_rows < first + size)

@@ -74,7 +74,7 @@ class CudaDecoder:
         self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
-        self._known = rotary.known_positions(model.config)
+        self._known = rotary.known_positions(rotary.text_config(model))
         self._growing = threading.Lock()
         self._ropes, self._outgrown = [], []
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))

@@ -16,6 +16,7 @@ from ... import ops
 from ...formats import Parts
 from ...formats.hadamard import Hadamard
 from ...nn.int4_int8 import Int4Int8Linear
+from ...nn.linear import lay_rows
 from ...nn.lut import LutLinear
 from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
@@ -225,9 +226,10 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
             linear = StreamedPlanesLinear(modules, bias) if streamed else _joined_packed(modules, slot, bias)
             linear = linear if orders[0] is None else OrderedLinear(linear, orders[0])
         else:
-            for module in modules:
-                require_format(module.weight, name)
-            linear = DenseLinear(_joined_dense([module.weight for module in modules], name), bias)
+            weights = [lay_rows(module) for module in modules]
+            for weight in weights:
+                require_format(weight, name)
+            linear = DenseLinear(_joined_dense(weights, name), bias)
     return linear if rotations[0] is None else RotatedLinear(linear, rotations[0])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
 from ...formats import casts
+from ...nn.adapters import without_wrapper
 from ...nn.castable import is_nested
 from ...nn.fewer_experts import fewer_experts
 from ...nn.head import EagleHead
@@ -147,6 +148,11 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
                 f"level {index} ({name}) cannot check drafts, so no level can be below it: put it last, after the "
                 f"{len(levels) - index - 1} that follow it"
             )
+        if word is not None and word.kind in ("cast", *_VIEWS) and levels[index + 1] == level:
+            raise ValueError(
+                f"level {index + 1} ({level}) is level {index} once more: it would cost as much and add nothing; "
+                "leave one of the two out"
+            )
 
 
 def _drafts_only(word: Word) -> bool:
@@ -184,6 +190,7 @@ def _resolve(target: nn.Module, level, word: Word | None, config: SpeculationCon
     if word is not None:
         return _from_word(target, level, word, config, vocabulary, state)
     if isinstance(level, nn.Module):
+        level = without_wrapper(level, "a level")
         return Level(_name(level), model=level, shape_of_target=is_view(level, target))
     if isinstance(level, Drafter):
         largest = getattr(level, "largest_token", -1)
@@ -301,6 +308,7 @@ def clear(model: nn.Module) -> None:
     captured rounds; the model's decoders, but a valid one of `hf_mlspec.prepare`; GPU weights of a model moved away;
     counts; streamed planes on their way. Models passed as levels are left alone. Warnings are given again.
     """
+    model = without_wrapper(model, "clear")
     let_go(model)
     drop_fetches(model)
     drop_outdated(model)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ...engines.modules.attention import ragged_attention_on
 from ...engines.prefixes import bytes_of
 from ...engines.rows import held_bytes, require_memory
+from ...nn.adapters import without_wrapper
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
@@ -94,6 +95,7 @@ def _made(
     assistant_tokenizers: list | None, speculation_config: Any, prefill_chunk: Any, prefix_cache: Any, tokenizer: Any,
     defaults: dict[str, Any], *, texts: bool, events: bool,
 ) -> _Stream:  # fmt: skip
+    model = without_wrapper(model, "generate_stream")
     _check_call(model, requests, max_batch, tokenizer)
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()

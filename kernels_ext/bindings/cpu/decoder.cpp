@@ -297,6 +297,14 @@ class DecoderObject : public torch::CustomClassHolder {
     if (matrix) hold(*matrix);
   }
 
+  // Of a layer's linear, which was set before: it adds up (down x) to its outputs. down float32 [rank, in], up float32 [out, rank].
+  void set_adapter(const std::string& name, const Tensor& down, const Tensor& up) {
+    TORCH_CHECK_VALUE(name != "head" && name.rfind("shared_", 0) != 0, name, ".adapter: only q, k, v, o, gate, up, down have one");
+    mlspec::Linear& linear = place(name);
+    linear.adapter = mlspec::checked_adapter(name, linear, down, up);
+    hold(down), hold(up);
+  }
+
   void set_nested_embedding(const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
                             const MaybeTensor& escape_rows, const MaybeTensor& escape_weight) {
     const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
@@ -503,6 +511,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_order", &DecoderObject::set_order)
       .def("set_activation_clip", &DecoderObject::set_activation_clip)
       .def("set_hadamard", &DecoderObject::set_hadamard)
+      .def("set_adapter", &DecoderObject::set_adapter)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)

@@ -95,6 +95,16 @@ inline Linear outlier_linear(const std::string& name, int64_t in, int64_t out, c
   return linear;
 }
 
+// What an adapter adds to a linear that is there already.
+inline LowRank checked_adapter(const std::string& name, const Linear& linear, const at::Tensor& down, const at::Tensor& up) {
+  TORCH_CHECK_VALUE(linear.weight && !linear.rotates(), name, ".adapter: set the linear first, and no rotation of its inputs");
+  const int64_t rank = down.dim() == 2 ? down.size(0) : 0;
+  TORCH_CHECK_VALUE(rank > 0, name, ".adapter: down has shape ", down.sizes(), ", expected [rank, ", linear.in_features, "]");
+  check_plain(down, name + ".adapter.down", at::kFloat, {rank, linear.in_features});
+  check_plain(up, name + ".adapter.up", at::kFloat, {linear.out_features, rank});
+  return {down.const_data_ptr<float>(), up.const_data_ptr<float>(), rank};
+}
+
 // The inputs of a linear that is there already, in the order of its weight's columns.
 inline const int32_t* checked_order(const std::string& name, const Linear& linear, const at::Tensor& order) {
   TORCH_CHECK_VALUE(linear.weight && linear.is_packed() && linear.format != WeightFormat::kNested, name,

@@ -73,6 +73,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.acts.reserve(bytes);
   reserve_dense(threads);
   reserve_tables();
+  reserve_adapters(n);
   reserve_experts(n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
@@ -92,11 +93,11 @@ void Decoder::settle(const Pending& pending, const float* block, float* hidden, 
   cpu_kernels().row.add(pending.norm ? room : block, shape.hidden, hidden);
 }
 
-// What waits is added; then the acts of `next` = norm(hidden), or, without one, `normed`.
-void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next) {
+// What waits is added; then the acts of `next` = norm(hidden), or, without one, `normed`; keep: both.
+void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next, bool keep) {
   const mlspec_acts acts = next ? acts_for(*next, rows) : mlspec_acts{};
   Workspace& w = *work_;
-  const bool together = !next || rows_share_lines(acts);
+  const bool together = !next || keep || rows_share_lines(acts);
   float* const own = w.rows.data() + team.index() * w.row_stride;
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -164,6 +165,7 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
     });
     return rotate_and_pack(team, w.gate_up.data(), 2 * width, rows, down);
   }
+  if (down.adapter) return activate_whole(team, rows, down);
   float* const product = w.rows.data() + team.index() * w.row_stride;
   share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     alignas(64) float ordered[2][kChunk];
@@ -191,10 +193,13 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
 void Decoder::mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate) {
   const Linear* const gate_up[] = {&layer.gate, &layer.up};
   const int parts = shape.plain_mlp ? 1 : 2;
-  multiply(team, gate_up + 2 - parts, parts, work_->gate_up.data(), 2 * shape.intermediate, false, rows);
+  Workspace& w = *work_;
+  multiply(team, gate_up + 2 - parts, parts, w.gate_up.data(), 2 * shape.intermediate, false, rows);
+  add_adapters(team, gate_up + 2 - parts, parts, w.normed.data(), w.gate_up.data(), 2 * shape.intermediate, rows);
   activate(team, rows, layer);
   const Linear* const down[] = {&layer.down};
   multiply(team, down, 1, to, shape.hidden, accumulate, rows);
+  add_adapters(team, down, 1, w.inner.data(), to, shape.hidden, rows);
 }
 
 // The row of a nested table: exactly, from what escaped where it is there.
@@ -244,24 +249,29 @@ void Decoder::forward(Team& team, Pass& pass) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
     tap(team, pass, pending, i);
+    const bool adapted = layer.gate.adapter || layer.up.adapter;
     const Linear* const o[] = {layer.delta ? &layer.delta->out : &layer.o};
     if (layer.delta) {
       normalize(team, n, pending, layer.attention_norm, shares_inputs(*layer.delta) ? &layer.delta->qkv : nullptr);
       delta_net(team, pass, *layer.delta);
     } else {
-      normalize(team, n, pending, layer.attention_norm, &layer.q);
       const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
-      multiply(team, qkv, shape.grouped_qkv ? 1 : 3, w.qkv.data(), width, false, n);
+      const int64_t parts = shape.grouped_qkv ? 1 : 3;
+      normalize(team, n, pending, layer.attention_norm, &layer.q, layer.q.adapter || layer.k.adapter || layer.v.adapter);
+      multiply(team, qkv, parts, w.qkv.data(), width, false, n);
+      add_adapters(team, qkv, parts, w.normed.data(), w.qkv.data(), width, n);
       attention(team, pass, layer);
     }
     pending = {layer.attention_out_norm || shape.parallel, layer.attention_out_norm};
-    multiply(team, o, 1, pending.waits ? w.block.data() : w.hidden.data(), shape.hidden, !pending.waits, n);
+    float* const out = pending.waits ? w.block.data() : w.hidden.data();
+    multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
+    add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
     if (shape.parallel) {  // both wait in `block` until the next norm
-      normalize(team, n, {}, layer.mlp_norm, inner);
+      normalize(team, n, {}, layer.mlp_norm, inner, adapted);
       mlp(team, n, layer, w.block.data(), true);
       continue;
     }
-    normalize(team, n, pending, layer.mlp_norm, inner);
+    normalize(team, n, pending, layer.mlp_norm, inner, adapted);
     pending = {static_cast<bool>(layer.mlp_out_norm), layer.mlp_out_norm};
     if (layer.experts) {
       visit_experts(team, *layer.experts, n, pending.waits);

@@ -165,6 +165,8 @@ class Decoder {
   bool adds_high(const Linear& linear) const;
   void reserve_tables();
   void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
+  void reserve_adapters(int64_t n);
+  void add_adapters(Team& team, const Linear* const* parts, int count, const float* x, float* y, int64_t stride, int64_t rows);
   bool has_escapes(const Linear& linear) const;
   void reserve_escaped(const Linear& linear, int threads, int64_t rows);
   mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
@@ -176,7 +178,7 @@ class Decoder {
   void multiply_in_place(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void norm_row(const Norm& norm, const float* x, int64_t width, float* y) const;
   void settle(const Pending& pending, const float* block, float* hidden, float* room) const;
-  void normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next);
+  void normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next, bool keep = false);
   void norm_heads(const Norm& norm, int64_t norm_width, int64_t width, float* heads) const;
   int64_t queries_at(int64_t kv_head) const;
   int64_t key_at(int64_t kv_head) const;
@@ -190,6 +192,7 @@ class Decoder {
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const DecoderLayer& layer);
+  void activate_whole(Team& team, int64_t rows, const Linear& down);
   void activate_piece(const float* gate, int64_t count, float* to) const;
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
   void reserve_experts(int64_t n);

@@ -30,6 +30,14 @@ struct HighRows {
   const int32_t *starts = nullptr, *terms = nullptr;
 };
 
+// What an adapter adds to a linear: up (down x), in float32 (LoRA, arXiv 2106.09685).
+struct LowRank {
+  const float* down = nullptr;  // [rank][in]; null: no adapter
+  const float* up = nullptr;    // [out][rank], times the adapter's scale
+  int64_t rank = 0;
+  explicit operator bool() const { return down; }
+};
+
 // A linear layer where its weights lie; nothing is copied. Layouts: mlspec_linear_args in kernels.h.
 struct Linear {
   WeightFormat format = WeightFormat::kBf16;
@@ -60,6 +68,8 @@ struct Linear {
   // these inputs twice.
   int64_t outliers = 0;
   int64_t columns() const { return in_features + outliers; }
+
+  LowRank adapter;  // of a layer's linears but its experts
 
   float activation_clip = 1.0f;  // int4: mlspec_acts::clip of its activations
 

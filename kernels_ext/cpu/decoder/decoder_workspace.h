@@ -56,6 +56,8 @@ struct Decoder::Workspace {
   Buffer<char> dense_acts;  // the same as bf16_linear wants them, where a nested linear has escaped rows
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
   Buffer<float> tables;     // [in / 4][16][8]: sums of inputs, where linears have sparse high parts
+  Buffer<float> low_rank;   // [n][rank] of each adapter of linears that share their inputs, one behind the other
+  Buffer<float> inner;      // [n][intermediate], inputs of down where that has an adapter
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
   // of a layer of experts
   Buffer<float> router;              // [n][scores], logits or their sigmoids

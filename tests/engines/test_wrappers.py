@@ -1,0 +1,113 @@
+"""Does the text model of one that also sees images run compiled, and are images left to the modules?"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from decoders import Lanes
+from wrappers import WRAPPERS, random_wrapper
+
+import hf_mlspec
+from hf_mlspec.engines.architecture import UnknownArchitecture
+from hf_mlspec.engines.choose import engine_of
+from hf_mlspec.engines.cpu.decoder import CpuDecoder
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.integration.scoring import token_logprobs
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+
+pytestmark = [
+    pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled kernels"),
+    pytest.mark.filterwarnings("ignore:direct_cast"),
+]
+IMAGE = 190
+
+
+@pytest.fixture(params=WRAPPERS)
+def model(request):
+    return random_wrapper(request.param)
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Two rows, one of them padded."""
+    ids = torch.randint(3, 180, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def written(model, **options) -> list[list[int]]:
+    return model.generate(**prompts(), max_new_tokens=10, do_sample=False, **options).tolist()
+
+
+def test_text_is_compiled_and_is_what_the_modules_say(model):
+    assert engine_of(model).name == "cpu"
+    row = prompts()["input_ids"][1]
+    exact = copy.deepcopy(model).double()(input_ids=row[None]).logits[0]
+    right = torch.log_softmax(exact[:-1], -1).gather(1, row[1:, None])[:, 0].float()
+    torch.testing.assert_close(token_logprobs(model, [row.tolist()])[0].logprobs, right, atol=2e-4, rtol=2e-4)
+    logits = Lanes(CudaDecoder(model), 1).feed([row.tolist()])[0].double()
+    torch.testing.assert_close(logits, exact, atol=2e-3, rtol=2e-3)
+
+
+def test_chains_write_what_the_target_writes(model):
+    stock = written(model)
+    for levels in ([], ["mxfp4"], ["early_exit:1", "prompt_lookup"]):
+        assert written(model, assistant_models=levels) == stock
+    hf_mlspec.prepare(model)
+    assert written(model) == stock
+
+
+def test_what_a_processor_says_of_text_is_no_obstacle():
+    model = random_wrapper("gemma3")
+    stock, kinds = written(model), torch.zeros(2, 12, dtype=torch.int64)
+    assert written(model, assistant_models=["prompt_lookup"], token_type_ids=kinds) == stock
+    hf_mlspec.prepare(model)
+    assert written(model, token_type_ids=kinds) == stock
+    with pytest.raises(ValueError, match="model inputs token_type_ids are not supported with assistant_models"):
+        written(model, assistant_models=["prompt_lookup"], token_type_ids=kinds + 1)
+
+
+def seen() -> dict[str, torch.Tensor]:
+    """A prompt with one image."""
+    ids = torch.tensor([[5, 191, *[IMAGE] * 4, 192, 17, 23]])
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+
+
+def test_images_are_left_to_the_modules(caplog):
+    model = random_wrapper("gemma3")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    stock = model.generate(**seen(), **options)
+    other = model(**{**seen(), "pixel_values": -seen()["pixel_values"]}).logits
+    assert not torch.allclose(model(**seen()).logits, other, atol=1e-2)
+    hf_mlspec.prepare(model)
+    assert torch.equal(model.generate(**seen(), **options), stock)
+    assert "pixel_values" in caplog.text
+    with pytest.raises(ValueError, match=r"model inputs .*(image|pixel_values).* are not supported"):
+        model.generate(**seen(), **options, assistant_models=["mxfp4"])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "mistral3"])
+def test_a_token_of_an_image_that_is_not_there(name):
+    model = random_wrapper(name)
+    ids = torch.tensor([[5, 9, 3], [5, IMAGE, 3]])
+    with pytest.raises(ValueError, match=r"row 1 of input_ids holds token 190, the image_token_i\w+ of .* no image"):
+        model.generate(ids, max_new_tokens=3, assistant_models=["prompt_lookup"])
+
+
+def test_what_lies_beside_the_text_is_not_looked_at():
+    model = random_wrapper("gemma3")
+    model.model.vision_tower.register_forward_hook(lambda *_: None)
+    assert engine_of(model).name == "cpu"
+    model.model.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnknownArchitecture, match=r"has forward hooks \(its module model\)"):
+        CpuDecoder(model)
+
+
+def test_a_text_model_that_no_description_has():
+    model = random_wrapper("llava")
+    model.model.language_model.__class__ = type("OddModel", (type(model.model.language_model),), {})
+    with pytest.raises(UnknownArchitecture, match="does not know the OddModel in it"):
+        CpuDecoder(model)
