@@ -40,7 +40,8 @@ _FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
-_ROWS_OF_A_TRIAL = 8  # one row in so many takes part
+_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than so many times as much
+_LEARNED = 1.5
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 
 
@@ -75,6 +76,7 @@ class Controller:
         self._remembers, self._granted = memory is not None, False
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
+        self._trying = Drafting(())  # the rows that draft in a trial
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -233,9 +235,8 @@ class Controller:
         plan, reading = best if trial is None else trial, 0.0
         limits = self._shared(search, best, drafting) if trial is None else []
         if trial is not None:
-            few = self._few(batch)
-            limits = [trial.most if r in few.rows else 0 for r in range(batch)]
-            reading = search.to_read(trial.active, few)
+            limits = [trial.most if r in self._trying.rows else 0 for r in range(batch)]
+            reading = search.to_read(trial.active, self._trying)
         odds = self._odds(plan, batch) if plan.active and batch > 1 else [1.0] * batch
         return Choice(
             plan,
@@ -313,10 +314,9 @@ class Controller:
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         """Whether a trial of `plan` costs no more than may be spent, what its levels read first included. usual:
         tokens a second of the best plan."""
-        few = self._few(search.batch)
-        round_ = search.known.of(plan, search.batch, len(few.rows), search.situation.slots)
-        spent = search.to_read(plan.active, few) + round_.seconds - round_.tokens / usual
-        return spent <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
+        (few, least), (all_, most) = [(one, search.lost(plan, one, usual)) for one in self._who_tries(search.batch)]
+        self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
+        return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _longer(self, best: Plan) -> Plan | None:
         """The best plan with a longer draft for the target, where little is known but of its own positions."""
@@ -344,7 +344,7 @@ class Controller:
         mean = self.memory.pair(self.levels, plan.active[0], TARGET).mean
         return [odds_ratio(self.rows.mean(r, mean), mean) for r in range(batch)]
 
-    def _few(self, batch: int) -> Drafting:
-        """The rows that draft in a trial, others each time."""
+    def _who_tries(self, batch: int) -> list[Drafting]:
+        """The rows that may draft in a trial: a few, others each time, or all, of which most is learned."""
         few = -(-batch // _ROWS_OF_A_TRIAL)
-        return Drafting(tuple((self._chosen + i) % batch for i in range(few)))
+        return [Drafting(tuple((self._chosen + i) % batch for i in range(few))), Drafting.all_of(batch)]

@@ -165,7 +165,7 @@ class FixedController(Controller):
         wished, self._wish = search.best_if_ready, None
         if trial is not None:
             self.memory.capturing -= search.to_prepare(trial)
-            self.memory.spare -= search.to_read(trial.active, self._few(search.batch))  # rounds are timed without it
+            self.memory.spare -= search.to_read(trial.active, self._trying)  # rounds are timed without it
         elif seconds := search.to_prepare(best):
             self.memory.credit[best.active] = max(self.memory.credit.get(best.active, 0.0) - seconds, 0.0)
         if wished != best and search.to_prepare(wished):
@@ -181,5 +181,5 @@ class FixedController(Controller):
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         return [plan.most] * search.batch
 
-    def _few(self, batch: int) -> Drafting:
-        return Drafting.all_of(batch)
+    def _who_tries(self, batch: int) -> list[Drafting]:
+        return [Drafting.all_of(batch)] * 2

@@ -129,6 +129,11 @@ class Search:
         kept = [reach(chances, own) if r in drafting.rows else [] for r, own in enumerate(odds)]
         return [sum(chance >= worth for chance in line) for line in kept]
 
+    def lost(self, plan: Plan, drafting: Drafting, speed: float) -> float:
+        """Seconds that one round of the plan loses beside rounds of that many tokens a second, reading included."""
+        round_ = self.known.of(plan, self.batch, len(drafting.rows), self.situation.slots)
+        return self.to_read(plan.active, drafting) + round_.seconds - round_.tokens / speed
+
     def to_prepare(self, plan: Plan) -> float:
         """Seconds until a round of the plan can begin, whatever its rows."""
         return 0.0

@@ -255,6 +255,20 @@ def test_a_trial_pays_for_what_it_reads():
     assert controller.memory.spare < spare - 10.0
 
 
+@pytest.mark.parametrize(("target", "draft", "prior", "rows"), [
+    (costs(1.0, 1e-4), costs(0.45, 0.0), 0.4, 8), (costs(1.0, 0.05), costs(0.05, 0.03), 0.5, 1),
+], ids=["rows cost little", "rows cost much"])  # fmt: skip
+def test_all_rows_try_another_plan_where_that_loses_little_more_than_one_row(target, draft, prior, rows):
+    """Where a round of one drafting row takes nearly as long as one of eight, it brings an eighth for that time."""
+    controller = Controller(target, [level(cost=draft, prior=prior)])
+    controller.start(8)
+    controller.memory.spare = 100.0
+    plan = controller.choose(Situation([1000] * 8, 0.0, [[0] * 8]))
+    assert controller.choice.trial
+    assert plan.active
+    assert sum(limit > 0 for limit in controller.limits) == rows
+
+
 def test_plans_in_words():
     assert Plan((8, 0, 4)).told(["cast", "middle", "tiny"]) == "cast 8 + tiny 4"
     assert off(2).told(["cast", "tiny"]) == "off"
