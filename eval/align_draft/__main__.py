@@ -113,12 +113,12 @@ def train(
 def agreement(draft: PreTrainedModel, texts: list[written.Written], given: argparse.Namespace) -> float:
     """The share of written tokens that the draft would have chosen itself, behind the same tokens."""
     right = asked = 0
-    for text in texts[:400]:
-        ids = torch.tensor([text.prompt + text.new], device=given.device)
-        best = draft(input_ids=ids, use_cache=False).logits[0, :-1].argmax(-1)
-        first = len(text.prompt) - 1
-        right += int((best[first:] == ids[0, first + 1 :]).sum())
-        asked += len(text.new)
+    found = written.batches(texts, given.rows, given.width, given.seed + 1)
+    for _ in range(2 if given.smoke else 10):
+        ids, wrote = (part.to(given.device) for part in next(found))
+        best = draft(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1)
+        right += int(((best == ids[:, 1:]) & wrote[:, 1:]).sum())
+        asked += int(wrote[:, 1:].sum())
     return right / max(asked, 1)
 
 
@@ -135,14 +135,14 @@ def main() -> None:
     had = agreement(draft, unseen, given)
     told = train(draft, target, before, written.batches(kept, given.rows, given.width, given.seed), given)
     draft = draft.to(torch.bfloat16)
+    draft.save_pretrained(given.out)
+    AutoTokenizer.from_pretrained(given.draft).save_pretrained(given.out)
     card = {
         "draft": given.draft.resolve().name, "target": None if given.target is None else given.target.resolve().name,
         "texts": len(kept), "tokens": sum(len(text.new) for text in kept), "held_out": held, "seed": given.seed,
         "rows": given.rows, "width": given.width, "rate": given.rate, "stay": given.stay,
         "agreement_before": round(had, 4), "agreement": round(agreement(draft, unseen, given), 4), **told,
     }  # fmt: skip
-    draft.save_pretrained(given.out)
-    AutoTokenizer.from_pretrained(given.draft).save_pretrained(given.out)
     (given.out / "training.json").write_text(json.dumps(card, indent=2) + "\n")
     print(json.dumps(card))
 
