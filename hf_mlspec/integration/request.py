@@ -234,8 +234,8 @@ def check_model(model: nn.Module, name: str) -> None:
         without_memory(model) or next(iter(walk.parameters)).is_meta
     ):
         raise ValueError(
-            f"{name} ({kind}) has weights on the meta device, not loaded, or its embedding is offloaded: load it, or "
-            "give a device_map whose first layers are on a device"
+            f"{name} ({kind}) has weights on the meta device (not loaded, or its embedding is offloaded): load it "
+            "onto a device that holds it whole, or give a device_map whose first layers are on a device"
         )
 
 

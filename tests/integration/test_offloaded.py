@@ -47,11 +47,11 @@ def test_an_offloaded_embedding_and_weights_that_were_not_loaded_are_refused(sav
     offloaded = AutoModelForCausalLM.from_pretrained(
         saved_model, device_map={**MAP, "model.embed_tokens": "disk"}, offload_folder=tmp_path
     )
-    with pytest.raises(ValueError, match="embedding is offloaded: load it, or give a device_map"):
+    with pytest.raises(ValueError, match=r"embedding is offloaded\): load it onto .*, or give a device_map"):
         offloaded.generate(PROMPT, assistant_models=[], max_new_tokens=2)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(whole.config)
-    with pytest.raises(ValueError, match="on the meta device, not loaded"):
+    with pytest.raises(ValueError, match=r"on the meta device \(not loaded"):
         empty.generate(PROMPT, assistant_models=[], max_new_tokens=2)
     with pytest.raises(ValueError, match="are on the meta device"):
         direct_cast(empty)
