@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from .options import add_chain, add_drafting, add_json, add_levels, add_place
 from .parser import Parser
 from .values import clip, gap, interval, model, numbers, port, positive, positives, seconds, seed, size, text
 
@@ -30,7 +31,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--model", metavar="FOLDER",
                         help="the target (default: the demo target, with levels mxfp4 and the demo draft)")
     parser.add_argument("--prompt", metavar="TEXT", type=text, help="the text to continue (default: the demo prompts)")
-    _add_chain(parser, max_new_tokens=96)
+    add_chain(parser, max_new_tokens=96)
 
 
 def _add_quantize(commands: Any) -> None:
@@ -60,7 +61,7 @@ def _add_quantize(commands: Any) -> None:
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     _add_calibration(parser)
     _add_writing(parser)
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_calibration(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("--to", metavar="WORD", default="mlspec",
                         help="mlspec (default), compressed-tensors, gptq or gguf")
     _add_writing(parser)
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -115,7 +116,7 @@ def _add_inspect(commands: Any) -> None:
                                  description="Tell how a checkpoint is stored, what its layers become here, what runs "
                                              "it and which levels fit it. No weight is loaded.")
     parser.add_argument("folder", metavar="FOLDER", help="folder of the checkpoint")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_format_options(parser: argparse.ArgumentParser, words: list[str]) -> None:
@@ -149,7 +150,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--badge", metavar="FILE",
                         help="put the outcome into a Markdown file, such as the README.md of the model")
     parser.add_argument("--check", metavar="CERTIFICATE", help="compare nothing, hash weights and kernels anew")
-    _add_chain(parser, max_new_tokens=128)
+    add_chain(parser, max_new_tokens=128)
 
 
 def _add_generate(commands: Any) -> None:
@@ -164,7 +165,7 @@ def _add_generate(commands: Any) -> None:
                               "-: standard input, one prompt a line")
     parser.add_argument("--stop", action="append", metavar="TEXT", type=text,
                         help="a text ends behind this; repeat it for more")
-    _add_chain(parser, max_new_tokens=128)
+    add_chain(parser, max_new_tokens=128)
     parser.add_argument("--compare", action="store_true",
                         help="decode with the target alone too; exit status 1 if any id differs")
     parser.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
@@ -182,7 +183,7 @@ def _add_batch(commands: Any) -> None:
                              '"body" as in OpenAI\'s batch files')
     parser.add_argument("output", metavar="OUTPUT", help="a new folder, or that of a run of the same job")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="the target, on every machine")
-    _add_levels(parser)
+    add_levels(parser)
     parser.add_argument("--workers", type=positive, metavar="N",
                         help="chains on devices of their own, by Ray (default: one in this process; with --ray one a "
                              "GPU of the cluster)")
@@ -201,8 +202,8 @@ def _add_batch(commands: Any) -> None:
                         help='what lines may say as "model" (default: the folder, as given)')
     parser.add_argument("--chat-template", metavar="FILE", type=text,
                         help="a Jinja template of chats (default: the tokenizer's own)")
-    _add_drafting(parser)
-    _add_json(parser)
+    add_drafting(parser)
+    add_json(parser)
 
 
 def _add_serve(commands: Any) -> None:
@@ -213,8 +214,8 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", type=model,
                         help="folder of the target (default: the demo target, with levels mxfp4 and the demo draft, "
                              "called demo)")
-    _add_levels(parser)
-    _add_drafting(parser)
+    add_levels(parser)
+    add_drafting(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME",
                         help="the address to listen on (default %(default)s: this machine alone)")
     parser.add_argument("--port", type=port, default=8000, metavar="N", help="0: a free one (default %(default)s)")
@@ -262,13 +263,13 @@ def _add_tune(commands: Any) -> None:
                                              "levels would draft how many tokens. The next calls use what was "
                                              "measured, instead of measuring briefly themselves.")
     parser.add_argument("model", help="folder of the target")
-    _add_levels(parser)
+    add_levels(parser)
     parser.add_argument("--output", metavar="FILE", help="write a profile too, for SpeculationConfig(profile=FILE)")
     parser.add_argument("--plot", metavar="FILE.png",
                         help="draw the speedup over acceptance and over the cost of a draft (needs matplotlib)")
     parser.add_argument("--repeats", type=positive, default=15, metavar="N",
                         help="passes for each number of tokens, at most; the least time counts (default %(default)s)")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_route(commands: Any) -> None:
@@ -300,16 +301,8 @@ def _add_route(commands: Any) -> None:
     shown.add_argument("--count", type=positive, metavar="N", help="the first N prompts (default: all)")
     shown.add_argument("--plot", metavar="FILE.png", help="draw planes by block and prompt (needs matplotlib)")
     for own in (train, shown):
-        _add_place(own)
+        add_place(own)
 
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    """How a model in bit-planes is loaded."""
-    parser.add_argument("--group-size", type=positive, default=128, metavar="N",
-                        help="weights that share a scale, where the model is dense (default %(default)s)")
-    parser.add_argument("--dtype", default="float32", metavar="WORD", help="float32 (default), bfloat16 or float16")
-    parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
-    _add_json(parser)
 
 
 def _add_eval(commands: Any) -> None:
@@ -323,48 +316,4 @@ def _add_info(commands: Any) -> None:
     parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="a checkpoint: what mlspec inspect tells of it")
     parser.add_argument("--kernels", action="store_true", help="a table of the kernel behind every op, too")
-    _add_json(parser)
-
-
-def _add_chain(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """The options that every decoding command has."""
-    _add_levels(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
-                        help="tokens to write for each prompt (default %(default)s)")
-    _add_drafting(parser)
-    _add_json(parser)
-
-
-def _add_drafting(parser: argparse.ArgumentParser) -> None:
-    """How much the levels draft."""
-    parser.add_argument("--num-draft-tokens", type=numbers(int), metavar="N[,N...]",
-                        help="tokens a level drafts before it is checked: one number, or one a level (default: chosen "
-                             "round by round; where rounds are captured on a GPU 8, or the level's own)")
-    parser.add_argument("--confidence-threshold", type=numbers(float), metavar="P[,P...]",
-                        help="a level stops drafting after a token whose probability is below P: one number, or one "
-                             "a level (default: 0.4, or the level's own; 0: never). Given, it fixes the draft "
-                             "lengths too")
-    parser.add_argument("--draft-window", type=int, metavar="N",
-                        help="levels see the first 64 and the last N tokens of a row, the target sees all; 0: levels "
-                             "see all, too (default: chosen with the draft lengths)")
-    parser.add_argument("--profile", metavar="FILE",
-                        help="what mlspec tune --output wrote (default: what earlier calls measured)")
-    parser.add_argument("--router", metavar="FILE", help="of level routed: what mlspec route train wrote")
-
-
-def _add_levels(parser: argparse.ArgumentParser) -> None:
-    """Which models: the levels, and how they are loaded."""
-    parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
-                        help="a level below the target, from the largest down; repeat it for more, or join them "
-                             "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
-                             "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
-                             "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
-                             "has; routed, with --router; zipper-low for a target in zipper weights; qspec, w4a8, "
-                             "w4a4 for a packed target")
-    parser.add_argument("--dtype", default="float32", metavar="WORD",
-                        help="float32 (default), bfloat16 or float16")
-    parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)

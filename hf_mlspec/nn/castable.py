@@ -39,13 +39,9 @@ def dense_weight(linear: nn.Module) -> torch.Tensor:
 
 
 def require_dense(
-    model: nn.Module,
-    action: str = "direct_cast",
-    *,
-    adapters: bool = False,
-    or_sharded: bool = False,
-    or_offloaded: bool = False,
-) -> None:
+    model: nn.Module, action: str = "direct_cast", *,
+    adapters: bool = False, or_sharded: bool = False, or_offloaded: bool = False,
+) -> None:  # fmt: skip
     """ValueError for a quantized model (a nested one is as good as dense), one with adapters unless ``adapters``, or
     one whose weights are not in this process's memory. ``action`` opens the message. or_sharded: processes may share
     them. or_offloaded: accelerate may bring them for every call."""
@@ -66,9 +62,8 @@ def require_dense(
             f"{action}: {len(adapted)} layers carry adapters, the first is {adapted[0]}: merge them first "
             "(peft: model.merge_and_unload())"
         )
-    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if or_offloaded:
-        offloaded = without_memory(model)
+    everywhere = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    offloaded = without_memory(model) if or_offloaded else everywhere
     if offloaded:
         raise ValueError(
             f"{action}: {len(offloaded)} parameters are on the meta device (offloaded or not loaded), the first is "

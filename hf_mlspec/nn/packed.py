@@ -137,12 +137,9 @@ class PackedModule(nn.Module, ABC):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         if self.part_of is not None:
-            raise ValueError(f"{prefix.rstrip('.')} is packed from {self.part_of}: pack and save the whole model, "
-                             "loaded without tp_plan")
+            raise ValueError(f"{prefix}weight is of {self.part_of}: pack and save the whole model, without tp_plan")
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.is_prepacked:
-            return
-        for name in self.names:
+        for name in self.names if self.is_prepacked else ():
             for part, tensor in zip(self.record.parts, self._on_disk(name), strict=True):
                 if tensor is not None:
                     destination[f"{prefix}{name}_{part}"] = tensor

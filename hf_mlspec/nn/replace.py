@@ -51,12 +51,11 @@ def direct_cast(
     activation_bits: 8 quantizes the inputs of MXFP4 layers to int8, one scale per row and block of 32 (the paper's CPU
         kernel), 16 rounds them to bfloat16; None is 8 for MXFP4 on a CPU, else 16. All layers share one switch.
 
-    Of a model with adapters (PEFT) the plain base is cast, without those that are not merged: it can draft for all.
-    Embeddings, norms and biases are shared; ``model`` is unchanged. Layers that cannot be cast (in_features not a
-    multiple of the group, Conv1D, unknown experts) are shared, with one warning. The result can be saved like any
-    model, unless tensor parallelism shares the weights of ``model`` between processes: of those each casts its part,
-    to MXFP4 alone. Raises TypeError for other objects or dtypes that cannot be cast; ValueError for an unknown format,
-    rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
+    Of a model with adapters (PEFT) the plain base is cast. Embeddings, norms and biases are shared; ``model`` is
+    unchanged. Layers that cannot be cast (in_features not a multiple of the group, Conv1D, unknown experts) are
+    shared, with one warning. Of weights that tensor parallelism shares between processes each casts its part, to MXFP4
+    alone; any other result can be saved. TypeError for other objects or dtypes that cannot be cast; ValueError for an
+    unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
     model = without_wrapper(model, "direct_cast")
     if not isinstance(model, PreTrainedModel):
@@ -64,8 +63,7 @@ def direct_cast(
     cast = Cast.of(format, rule, activation_bits, model.device)
     model = _plain_base(model)
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
-    if not cast_head:
-        kept |= {name: _HEAD for name, module in model.named_modules() if module is head}
+    kept |= {} if cast_head else {name: _HEAD for name, module in model.named_modules() if module is head}
     paths = [name for name, _ in linears_and_experts(model) if name not in kept]
     require_castable_shards(model, format, cast.group_size, paths)
     require_finite_floats(model, kept)

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_mlspec import Request, SpeculationConfig, generate_stream
-from hf_mlspec.integration.levels.wiring import padding_apart
+from hf_mlspec.integration.levels.vocabulary import padding_apart
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.sampling import drawn_seed
 

@@ -10,7 +10,7 @@ from models import alone, letters, near, prompts, tiny, together
 
 import hf_mlspec
 from hf_mlspec.integration import config
-from hf_mlspec.integration.levels.wiring import padding_apart, require_target_tokenizer, same_vocabulary
+from hf_mlspec.integration.levels.vocabulary import padding_apart, require_target_tokenizer, same_vocabulary
 
 TARGET = tiny(seed=2)
 TOKENIZER, OTHER = letters(), letters(extra=200)

@@ -23,8 +23,9 @@ from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
 from .adapted import require_low_rank
 from .delta import delta_net, delta_shapes, delta_sizes
-from .description import NORMS, WITHOUT_WINDOW, Description, not_served
+from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
+from .kinds import kind_of, rope_kind, rope_kinds, window_of
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture
@@ -49,9 +50,9 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     if not isinstance(table, NestedEmbedding):
         require_format(table.weight, "embedding")
         table = table.weight.detach()
-    kinds = _rope_kinds(entry, config)
+    kinds = rope_kinds(entry, config)
     blocks = [
-        _block(entry, config, layer, i, kinds.index(_rope_kind(entry, config, i)), _window(entry, config, i))
+        _block(entry, config, layer, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
     sizes = _sizes(entry, model, blocks)
@@ -218,7 +219,7 @@ def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
     kv_heads, head_dim = _heads(entry, config, attention, blocks[attending])
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
-    rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in _rope_kinds(entry, config) if kind != UNROTATED]
+    rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in rope_kinds(entry, config) if kind != UNROTATED]
     if kinds:
         rotary, columns = _part(model, entry.rotary_embedding), COLUMNS[entry.rotation]
         rotary_dim = rope_tables(rotary, kinds[:1], 1, columns=columns)[0][0].shape[1] * 2
@@ -292,7 +293,7 @@ def _block(entry: Description, config, layer: nn.Module, index: int, rope_table:
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     norms, delta = entry.norms, None
-    if entry.delta is not None and _kind(config, index) == entry.delta.kind:
+    if entry.delta is not None and kind_of(config, index) == entry.delta.kind:
         delta = delta_net(entry.delta, layer, index)
         places = {name: place for name, place in places.items() if name not in _OF_ATTENTION}
         places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}
@@ -333,36 +334,3 @@ def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: i
         if norm is not None and norm.weight.numel() != expected:
             found = f"has {norm.weight.numel()} elements, {expected} are those of {entry.head_norms}"
             raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")
-
-
-def _kind(config, index: int) -> str | None:
-    kinds = getattr(config, "layer_types", None)
-    return kinds[index] if kinds else None
-
-
-def _window(entry: Description, config, index: int) -> int:
-    if entry.windows == "none":
-        return 0
-    window = getattr(config, "sliding_window", None) or 0
-    everywhere = entry.windows == "every layer"
-    return window if everywhere or _kind(config, index) in (None, "sliding_attention") else 0
-
-
-def _rope_kinds(entry: Description, config) -> list[str | None]:
-    """A rotary table per kind of layer, or one for all; UNROTATED, the last, for layers that rotate nothing."""
-    kinds = {_rope_kind(entry, config, i) for i in range(config.num_hidden_layers)}
-    return sorted(kinds, key=lambda kind: (kind == UNROTATED, kind or ""))
-
-
-def _rope_kind(entry: Description, config, index: int) -> str | None:
-    """Which rotary table a layer reads."""
-    how = entry.layers_without_rotary
-    if entry.positions == "learned":
-        return UNROTATED
-    if how == WITHOUT_WINDOW:
-        unrotated = getattr(config, "sliding_window", None) is not None and _window(entry, config, index) == 0
-    else:
-        unrotated = how is not None and not named(config, entry, "layers_without_rotary")[index]
-    if unrotated:
-        return UNROTATED
-    return _kind(config, index) if entry.positions == "rotary by layer type" else None

@@ -28,7 +28,8 @@ from ..call import keep_stats
 from ..config import SpeculationConfig
 from ..levels.resolve import resolve
 from ..levels.row_wiring import RowWiring
-from ..levels.wiring import Chain, require_target_tokenizer
+from ..levels.vocabulary import require_target_tokenizer
+from ..levels.wiring import Chain
 from ..request import check_target, vocab_size
 from .arrivals import Arrivals
 from .events import NewTokens
