@@ -133,3 +133,25 @@ def test_nothing_is_known_of_what_was_cleared(target, built, chooses):
     assert not state_of(target).known
     write(target, ["mxfp4"])
     assert built[-1] == ["mxfp4"]
+
+
+def test_a_short_call_in_captured_rounds_does_without_levels_to_its_end(target, built):
+    options = {"speculation_config": {"engine": "cuda"}, "max_new_tokens": 8}
+    levels = ["early_exit:1"]
+    for _ in range(3):
+        alone = write(target, levels, **options)
+    (chain,) = [one for one in state_of(target).chains if one.planned]
+    chain.unquestioned, chain.choosing_seconds = 0, 1e6  # no call has time to choose
+    assert {choice.plan.active for choice in chain.first_choices.values()} == {()}
+    built.clear()
+    for _ in range(7):
+        out = write(target, levels, **options)
+        assert torch.equal(out.sequences, alone.sequences)
+    assert built == [[]] * 7
+    assert chain.unquestioned == 7
+    told = out.speculation
+    assert [level.name for level in told.levels] == levels
+    assert list(told.plans) == ["off"]
+    assert told.plans["off"].rounds == 8
+    write(target, levels, **options)  # one in eight asks again
+    assert built[-1] == levels
