@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN
 from hf_mlspec.engines.architecture.description import not_served
+from hf_mlspec.engines.architecture.families.wrappers import WRAPPERS
 from hf_mlspec.engines.modules.states import attends_by_itself, keeps_state, row_by_row
 from hf_mlspec.integration.request import check_model
 
@@ -35,6 +36,7 @@ HEADER = ("Class", "Alone", "Chain", "Why not faster")
 COMPILED, ON_THE_CPU = "compiled", "compiled on the CPU"
 BY_MODULE, REFUSED = "module by module", "refused"
 LENGTHS, NEW, CHAINS = (12, 9, 5, 1), 20, ([], ["prompt_lookup"], ["mxfp4"])
+NO_DESCRIPTION = "it has no description"
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
@@ -61,6 +63,8 @@ def classes() -> dict[str, str]:
 
 def described(name: str) -> Row | None:
     """The row of a class that has a description."""
+    if name in WRAPPERS:
+        return Row(name, COMPILED, COMPILED, "prompts of text alone")
     entry = KNOWN.get(name)
     if entry is None:
         return None
@@ -102,7 +106,7 @@ def ran(name: str, kind: str) -> Row:
             if not torch.equal(row[-len(own) :], own):
                 raise RuntimeError(f"{name} writes other ids with {levels} than transformers without")
     both = ", as a decoder (`is_decoder=True`)" if SETTINGS[name].get("is_decoder") else ""
-    return Row(name, BY_MODULE, BY_MODULE, f"{why_row_by_row(model)}{both}")
+    return Row(name, BY_MODULE, BY_MODULE, f"{why_row_by_row(model) or NO_DESCRIPTION}{both}")
 
 
 def why_row_by_row(model: PreTrainedModel) -> str:
@@ -131,7 +135,7 @@ def asked(name: str, kind: str) -> Row:
     except (TypeError, ValueError) as error:
         if "meta device" not in str(error):
             return Row(name, "stock", REFUSED, _said(str(error), name))
-    return Row(name, BY_MODULE, BY_MODULE, why_row_by_row(model) or "it has no description")
+    return Row(name, BY_MODULE, BY_MODULE, why_row_by_row(model) or NO_DESCRIPTION)
 
 
 def _shorten(config, entry: str) -> None:

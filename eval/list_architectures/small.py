@@ -15,6 +15,20 @@ _SHAPE = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+# Of many kinds of layers at once: a config keeps what it does not know.
+_MODERN = {
+    **_SHAPE,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rotary_dim"), 8),
+}
 # Of classes that can be both: an encoder sees later tokens, by the config of its own.
 _BERT = {**_SHAPE, "is_decoder": True}
 _BART = {
@@ -32,6 +46,49 @@ _BART = {
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _PART = {**_SHAPE, "num_hidden_layers": 1, "vocab_size": VOCAB}
 SETTINGS: dict[str, dict] = {
+    **dict.fromkeys(
+        (
+            "AfmoeForCausalLM",
+            "ApertusForCausalLM",
+            "AriaTextForCausalLM",
+            "BeamForCausalLM",
+            "BitNetForCausalLM",
+            "CTRLLMHeadModel",
+            "Cohere2MoeForCausalLM",
+            "DeepseekV4ForCausalLM",
+            "DiffLlamaForCausalLM",
+            "Dots1ForCausalLM",
+            "Ernie4_5_MoeForCausalLM",
+            "ExaoneMoeForCausalLM",
+            "FalconMambaForCausalLM",
+            "FlexOlmoForCausalLM",
+            "FlintForCausalLM",
+            "FuyuForCausalLM",
+            "Glm4MoeForCausalLM",
+            "GraniteMoeForCausalLM",
+            "GraniteMoeSWAForCausalLM",
+            "GraniteMoeSharedForCausalLM",
+            "GraniteSWAForCausalLM",
+            "HYV3ForCausalLM",
+            "HYV4ForCausalLM",
+            "HrmTextForCausalLM",
+            "HunYuanMoEV1ForCausalLM",
+            "Inkling2ForCausalLM",
+            "InklingForCausalLM",
+            "JetMoeForCausalLM",
+            "Kolibri1ForCausalLM",
+            "LagunaForCausalLM",
+            "Lfm2ForCausalLM",
+            "MambaForCausalLM",
+            "MellumForCausalLM",
+            "MiMoV2FlashForCausalLM",
+            "MiniMaxForCausalLM",
+            "MiniMaxM2ForCausalLM",
+            "MiniMaxM3VLForCausalLM",
+            "Ministral3ForCausalLM",
+        ),
+        _MODERN,
+    ),
     **dict.fromkeys(
         (
             "BertGenerationDecoder",

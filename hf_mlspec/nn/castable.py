@@ -123,23 +123,25 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
 
 
 def _read_directly(model: nn.Module, name: str, module: nn.Module) -> str | None:
-    """Why a linear of a model that keeps a state stays: recurrent layers read the weights of some, and models that of
-    their head, where others call the layer."""
+    """Why a linear stays: recurrent layers read the weights of some, and models that keep a state that of their head,
+    where others call the layer; a router asks its linear's weight for its dtype (HunYuan)."""
     parent, _, own = name.rpartition(".")
-    if not getattr(model, "_is_stateful", False) or not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear):
         return None
-    reader = type(model.get_submodule(parent))
-    return f"{reader.__name__} reads its weight itself" if own in _weights_read(reader) else None
+    reader, stateful = type(model.get_submodule(parent)), getattr(model, "_is_stateful", False)
+    read = own in _weights_read(reader, "" if stateful else r"\.dtype")
+    return f"{reader.__name__} reads its weight itself" if read else None
 
 
-@functools.lru_cache(maxsize=64)
-def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
-    """Children whose weight the forward of a module, or a method with forward in its name, reads."""
+@functools.lru_cache(maxsize=256)
+def _weights_read(kind: type[nn.Module], what: str) -> frozenset[str]:
+    """Children whose weight the forward of a module, or a method with forward in its name, reads. what: a pattern, of
+    the weight, "" for the weight."""
     try:
         bodies = [inspect.getsource(body) for name, body in vars(kind).items() if "forward" in name]
     except (OSError, TypeError):  # no source: nothing is known
         return frozenset()
-    return frozenset(re.findall(r"self\.(\w+)\.weight\b", "".join(bodies)))
+    return frozenset(re.findall(rf"self\.(\w+)\.weight\b{what}", "".join(bodies)))
 
 
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:

@@ -80,3 +80,11 @@ def test_a_class_that_takes_views_of_what_its_attention_returns():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1}
     windows = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     check_chains(transformers.AfmoeConfig(**SMALL, **experts, **windows), [], ["prompt_lookup"])
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MiniMaxConfig"), reason="this transformers has no MiniMax")
+def test_layers_that_attend_in_blocks_with_a_state():
+    """MiniMax: lightning attention in blocks shorter than the prompts, beside full attention and experts."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4}
+    config = transformers.MiniMaxConfig(**SMALL, **experts, layer_types=["linear_attention", "full_attention"])
+    check_chains(config, [], ["prompt_lookup"], ["early_exit:1"])
