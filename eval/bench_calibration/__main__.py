@@ -4,17 +4,19 @@
     python -m eval.bench_calibration --shape llama-3-8b --blocks 2 --device cuda      # random weights, random ids
 
 Seconds are those of `hf_mlspec.quantize`, its text read before; of a shape also those of one more block, from which
-all its blocks are reckoned. On a GPU the first method is run twice, as the first run starts the GPU's libraries.
-Memory, over what the BF16 model holds and with it: of the GPU, the most that torch held during the call; of a CPU, the
-most that the process grew by since before the model was loaded: name one method a run, a second one uses what the
-first left.
+all its blocks are reckoned. Before each, the model is loaded once and a small one calibrated by the method, so that
+neither the code of libraries nor their buffers count (--cold: they do). Memory, over what the BF16 model holds and
+with it: of the GPU, the most that torch held during the call; of a CPU, the most that the process grew by since before
+the model was loaded: name one method a run, a second one uses what the first left.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from eval import targets
 from eval.records import machine
 from eval.refused import refused
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant", "quarot+gptq", "atom+gptq")
+METHODS = ("rtn", "gptq", "awq", "smoothquant", "quarot+gptq", "atom+gptq", "quarot+atom+gptq")
 VOCABULARY = 4096  # of a shape: blocks are measured, not the head
 Make = Callable[[int], PreTrainedModel]
 
@@ -45,6 +47,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
+    parser.add_argument("--cold", action="store_true", help="calibrate nothing before")
     parser.add_argument("--quick", action="store_true", help="two samples of 64 tokens, one method if none is named")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     args = parser.parse_args(argv)
@@ -77,26 +81,39 @@ def source(args: argparse.Namespace) -> tuple[Make, Any, Any]:
 def run(args: argparse.Namespace, given: tuple[Make, Any, Any], method: str, blocks: int) -> dict[str, Any]:
     """One call of quantize on a new model. given: of `source`."""
     make, calibration, tokenizer = given
+    if not args.cold:
+        warm_up(make, method, args.device)
     with machine.PeakMemory() as memory:
         model, on_gpu = make(blocks), torch.device(args.device).type == "cuda"
         held = sum(parameter.nbytes for parameter in model.parameters())
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        busy = time.process_time()
         done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
                                   tokens=args.tokens)  # fmt: skip
+        busy = time.process_time() - busy
     grown = None if memory.peak is None else memory.peak - memory.before
     peak = done.peak_bytes if on_gpu else grown
     noise = statistics.median(layer.sqnr for layer in done.layers if layer.sqnr is not None)
-    return {"method": method, "blocks": blocks, "seconds": done.seconds,
+    return {"method": method, "blocks": blocks, "seconds": done.seconds, "cpu_seconds": busy,
             "peak_over_model": peak and peak / held, "sqnr_db": noise}  # fmt: skip
+
+
+def warm_up(make: Make, method: str, device: str) -> None:
+    """Import, load and compute what any calibration does."""
+    make(1)
+    small = targets.random_model("tiny-2x512", device, vocab_size=64)
+    hf_mlspec.quantize(small, method, calibration=torch.arange(64)[None].tolist())
+    del small
+    gc.collect()
 
 
 def bench(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row a method; of a shape with `seconds_per_block`."""
     given = source(args)
-    if torch.device(args.device).type == "cuda":
-        run(args, given, args.methods[0], 1)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     for method in args.methods:
         row = run(args, given, method, args.blocks)
         if args.shape:
@@ -108,14 +125,16 @@ def bench(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Table:
     """What a reader sees; a shape's last column is reckoned for all of its blocks."""
     title = f"{args.shape or args.model or 'demo target'}, {args.samples} x {args.tokens} tokens, {args.device}"
-    shown = Table("method", "seconds", "peak / BF16 model", "median SQNR, dB", "one block, s", "all, s", title=title)
+    columns = "method", "seconds", "of CPUs", "peak / BF16 model", "median SQNR, dB", "one block, s", "all, s"
+    shown = Table(*columns, title=title)
     whole = targets.SHAPES[args.shape]["num_hidden_layers"] if args.shape else 0
     for row in rows:
-        cells = [row["method"], f"{row['seconds']:.1f}", "-", f"{row['sqnr_db']:.1f}", "-", "-"]
+        cells = [row["method"], f"{row['seconds']:.1f}", f"{row['cpu_seconds']:.1f}", "-", f"{row['sqnr_db']:.1f}"]
+        cells += "-", "-"
         if (peak := row["peak_over_model"]) is not None:
-            cells[2] = f"{peak:.2f}"
+            cells[3] = f"{peak:.2f}"
         if (each := row.get("seconds_per_block")) is not None:
-            cells[4:] = f"{each:.2f}", f"{row['seconds'] + each * (whole - row['blocks']):.0f}"
+            cells[5:] = f"{each:.2f}", f"{row['seconds'] + each * (whole - row['blocks']):.0f}"
         shown.add_row(*cells)
     return shown
 

@@ -24,32 +24,33 @@ CLIP = 0.85  # of a group's largest weight: Atom's, for codes that are rounded t
 _ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
 
 
-def feedback_weight(
-    weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str, damping: float = DAMPING,
-    overwrite: bool = False,
-) -> Int4Weight:  # fmt: skip
-    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x, which is lost with
-    ``overwrite``. ValueError as `inverse_factor` and `search`, naming ``name``."""
-    columns = weight.shape[1]
+def factor_of(hessian: Tensor, name: str, damping: float = DAMPING) -> Tensor:
+    """What `feedback_weight` hands errors on by, float32 ``[in, in]``, of all layers that read the same inputs.
+    hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x; one of float32 is lost, its memory holds the
+    factor. ValueError as `inverse_factor`, naming ``name``."""
     try:
-        factor = inverse_factor(hessian, columns, damping, overwrite)
-        codes, scales, zeros, _ = _fed_back(weight, factor, group_size, symmetric, columns)
+        return inverse_factor(hessian, len(hessian), damping, overwrite=True)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def feedback_weight(weight: Tensor, factor: Tensor, group_size: int, symmetric: bool, name: str) -> Int4Weight:
+    """weight float ``[out, in]``, factor: of `factor_of`. ValueError as `search`, naming ``name``."""
+    try:
+        codes, scales, zeros, _ = _fed_back(weight, factor, group_size, symmetric, weight.shape[1])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return _weight(codes, scales, zeros, symmetric, name)
 
 
-def outlier_weight(
-    weight: Tensor, hessian: Tensor | None, name: str, damping: float = DAMPING, overwrite: bool = False
-) -> Int4Int8Weight:
-    """weight float ``[out, in]``, its last 128 inputs outliers, hessian ``[in, in]`` in the same order. Atom (Zhao et
-    al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with a hessian codes as
-    `feedback_weight` chooses them (overwrite: as there), errors of which outliers take up, too; these are rounded at
-    the end. ValueError naming ``name``."""
+def outlier_weight(weight: Tensor, factor: Tensor | None, name: str) -> Int4Int8Weight:
+    """weight float ``[out, in]``, its last 128 inputs outliers, factor: of `factor_of` in the same order. Atom (Zhao
+    et al., arXiv 2310.19102, section 4): int4 groups clipped at `CLIP` of their largest, or with a factor codes as
+    `feedback_weight` chooses them, errors of which outliers take up, too; these are rounded at the end. ValueError
+    naming ``name``."""
     columns = weight.shape[1] - OUTLIERS
     try:
-        if hessian is not None:
-            factor = inverse_factor(hessian, weight.shape[1], damping, overwrite)
+        if factor is not None:
             codes, scales, _, rest = _fed_back(weight, factor, GROUP, True, columns)
         else:
             groups, rest = weight[:, :columns].float().unflatten(-1, (-1, GROUP)), weight[:, columns:].float()
@@ -94,7 +95,8 @@ def _round_group(targets: Tensor, codes: Tensor, factor: Tensor, scale: Tensor, 
 
 
 def clipped_weight(weight: Tensor, hessian: Tensor, group_size: int, symmetric: bool, name: str) -> Int4Weight:
-    """As `feedback_weight`; what a group's error does to the outputs is judged by its block of the Hessian alone."""
+    """As `feedback_weight`, hessian: as of `factor_of`; what a group's error does to outputs is judged by its block of
+    the Hessian alone."""
     in_features = weight.shape[1]
     count = in_features // group_size
     blocks = hessian.float().unflatten(0, (count, group_size)).unflatten(2, (count, group_size))

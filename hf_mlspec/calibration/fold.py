@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .families import Feed
+from .freed import release_pages
 
 
 def shared(feed: Feed, values: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -45,3 +46,4 @@ def fold(block: nn.Module, feed: Feed, scales: Tensor, heads: int, kv_heads: int
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
     old = getattr(module, name)
     setattr(module, name, nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad))
+    release_pages([old])

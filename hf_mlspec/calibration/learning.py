@@ -27,7 +27,8 @@ from ..engines.architecture.known import KNOWN
 from ..formats.activations import dequantize_rows, quantize_rows
 from ..nn.transforms import TransformedLinear
 from .blocks import blocks_of
-from .rotation import READERS, rotate, separate_head, stream_matrix
+from .rotation import rotate, separate_head, stream_matrix
+from .turned_weights import READERS
 
 STEPS, RATE, BATCH = 48, 0.001, 2
 _MOMENTUM = 0.9

@@ -11,9 +11,10 @@ ATOM_CLIP = 0.85  # of 4-bit activations: measured (docs/benchmarks/qspec.md); A
 ROW_SCALED = "zipper"  # one scale a row: what GPTQ, SmoothQuant and rotations choose codes of beside int4
 REORDER = "atom"  # inputs by their size, the largest last, as outliers with int8 codes
 ROTATED_AND_SMOOTHED = f"{ROTATION}+smoothquant"
+ROTATED_AND_REORDERED = f"{ROTATION}+{REORDER}"  # one order of the residual stream, rotations of all other inputs
 WORDS = (
-    *CODINGS, *SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED,
-    *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED)),
+    *CODINGS, *SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED, ROTATED_AND_REORDERED,
+    *(f"{first}+gptq" for first in (*SCALINGS, ROTATION, REORDER, ROTATED_AND_SMOOTHED, ROTATED_AND_REORDERED)),
 )  # fmt: skip
 
 
@@ -21,7 +22,8 @@ WORDS = (
 class Method:
     """rotates: whether `rotate` comes first. scaling: of input channels, or None. coding: "rtn" as a format rounds by
     itself, "clip" with scales that are searched for the layer's outputs (AWQ), "gptq" with the feedback of errors.
-    reorders: whether inputs are put in the order of their squares, those with int8 codes last."""
+    reorders: whether inputs are put in the order of their squares, those with int8 codes last; of a method that
+    rotates, too, channels of the residual stream alone (stream_order.py)."""
 
     word: str
     rotates: bool

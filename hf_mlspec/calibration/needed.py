@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..nn.castable import has_dense_weight
 from .blocks import blocks_of
-from .rotation import ROWS
 from .statistics import KEPT_ROWS
+from .turned_weights import ROWS
 
 _WIDE = 5  # float64 copies of rows of a weight while they are rotated: products, butterflies, what was and comes
 _LOGITS = 4  # float32 copies of the logits: themselves, their chances, and the gradients of both

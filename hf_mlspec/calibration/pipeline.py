@@ -8,7 +8,7 @@ one block, and the hidden states of all samples in the model's dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,11 +26,11 @@ from ..nn.packed_formats import PACKINGS
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import Transform, TransformedLinear
 from .blocks import Call, blocks_of, first_inputs
-from .coding import DAMPING, clipped_weight, feedback_weight, outlier_weight
+from .coding import DAMPING, clipped_weight, factor_of, feedback_weight, outlier_weight
 from .families import Feed, feeds_of
 from .finished import FinishedBlocks
 from .fold import fold, shared
-from .freed import release_free
+from .freed import release_free, release_pages
 from .methods import ROW_SCALED, Method
 from .row_codes import row_feedback_weight
 from .scaling import best_scales
@@ -92,16 +92,21 @@ class LayerReport:
 def calibrate(
     model: nn.Module, samples: list[Tensor], plan: Plan, switch: PrecisionSwitch,
     finished: FinishedBlocks | None = None, progress: Callable[[int], None] = lambda index: None,
+    rotated: Iterator[int] | None = None,
 ) -> list[LayerReport]:  # fmt: skip
     """Pack every dense linear of the blocks that ``plan.kept`` does not name, in place, under ``switch``.
 
     samples: int64 ``[1, tokens]`` each. finished: blocks that are done are taken from there, and others put there.
-    progress: called behind every block. ValueError names block and layer; the model is then packed in part.
+    progress: called behind every block. rotated: rotates the next block (`rotate_ends`). ValueError names block and
+    layer; the model is then packed in part.
     """
     blocks, work = blocks_of(model), _Work(model, plan, switch)
+    release_pages(model.parameters())
     hidden, calls = first_inputs(model, samples)
     reports: list[LayerReport] = []
     for index, (name, block) in enumerate(blocks):
+        if rotated is not None:
+            next(rotated)
         passes = _passes(block, hidden, {size: own[index] for size, own in calls.items()})
         if finished is not None and index in finished:
             tensors, told = finished.read(index)
@@ -155,9 +160,10 @@ class _Work:
             order = self._order(inputs)
             if order is not None and inputs.hessian is not None:
                 inputs.hessian = inputs.hessian[order[:, None], order]
+            if self.plan.method.coding == "gptq":
+                inputs.hessian = factor_of(inputs.hessian, f"{where}.{inputs.names[0]}", self.plan.damping)
             for name in inputs.names:
-                last = name == inputs.names[-1]  # nobody reads the Hessian behind it
-                sqnr = self._replace(block, f"{where}.{name}", name, inputs, order, last)
+                sqnr = self._replace(block, f"{where}.{name}", name, inputs, order)
                 reports.append(LayerReport(index, name, sqnr, alphas.get(name)))
                 release_free()
             inputs.hessian = None
@@ -165,7 +171,8 @@ class _Work:
 
     def _order(self, inputs: Inputs) -> Tensor | None:
         """Of inputs by their squares: GPTQ's begins with the largest, Atom's outliers come last."""
-        if not (self.plan.act_order or self.plan.method.reorders):
+        method = self.plan.method
+        if not (self.plan.act_order or (method.reorders and not method.rotates)):
             return None
         return inputs.squares.argsort(descending=self.plan.act_order, stable=True)
 
@@ -188,32 +195,33 @@ class _Work:
         return dict.fromkeys(inputs.names, alpha)
 
     def _replace(
-        self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None, last: bool
+        self, block: nn.Module, path: str, name: str, inputs: Inputs, order: Tensor | None
     ) -> float | None:
         linear = block.get_submodule(name)
         wide, rows = linear.weight.detach(), inputs.rows.float()
         if order is not None:
             wide, rows = wide[:, order], rows[:, order]
-        weight = self._coded(wide, inputs.hessian, path, last)
+        weight = self._coded(wide, inputs.hessian, path)
         own = linear.transform_tensors() if isinstance(linear, TransformedLinear) else None
         packed = self._module(linear, weight, own if order is None else {"order": order.int()})
         block.set_submodule(name, packed)
         signal, noise = _power(rows, wide.float()), _power(rows, weight.dequantize().sub_(wide))
+        release_pages([linear.weight])
         return 10 * math.log10(signal / noise) if signal and noise else None
 
-    def _coded(self, wide: Tensor, hessian: Tensor | None, path: str, overwrite: bool) -> PackedWeight:
+    def _coded(self, wide: Tensor, products: Tensor | None, path: str) -> PackedWeight:
+        """products: of the inputs, for GPTQ their factor."""
         plan = self.plan
-        fed = {"damping": plan.damping, "overwrite": overwrite}
         if plan.row_scaled and plan.method.coding == "gptq":
-            return row_feedback_weight(wide, hessian, plan.options, path, **fed)
+            return row_feedback_weight(wide, products, plan.options, path)
         if plan.row_scaled:
             return ZipperWeight.from_dense(wide, **plan.options, name=path)
         if plan.method.reorders:
-            return outlier_weight(wide, hessian, path, **fed)
+            return outlier_weight(wide, products, path)
         if plan.method.coding == "gptq":
-            return feedback_weight(wide, hessian, plan.group_size, plan.symmetric, path, **fed)
+            return feedback_weight(wide, products, plan.group_size, plan.symmetric, path)
         if plan.method.coding == "clip" and not path.endswith(("q_proj", "k_proj")):  # as AWQ: they meet in a product
-            return clipped_weight(wide, hessian, plan.group_size, plan.symmetric, path)
+            return clipped_weight(wide, products, plan.group_size, plan.symmetric, path)
         return Int4Weight.from_dense(wide, plan.group_size, plan.symmetric, path)
 
     def _module(self, linear: nn.Module, weight: PackedWeight, tensors: dict[str, Tensor] | None) -> PackedLinear:

@@ -8,8 +8,7 @@ of o_proj, becomes a transform of these layers' inputs (nn/transforms.py), of wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +20,26 @@ from ..formats.hadamard import Hadamard, fitting_hadamard
 from ..nn.castable import require_dense
 from ..nn.linear import is_dense
 from ..nn.replace import untie_head
-from ..nn.transforms import HADAMARD, TransformedLinear, record_of
+from ..nn.transforms import TransformedLinear
 from .freed import release_free
 from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
+from .turned_weights import (
+    Heads,
+    drawn_signs,
+    flip_products,
+    fold_gain,
+    fold_norms,
+    in_float32,
+    put_in_front,
+    rotate_residual,
+    rotate_rows,
+    rotate_values,
+    signs_before,
+)
 
-ROWS = 512  # of a weight, or columns, in float64 at once
-_LARGEST = torch.finfo(torch.float16).max
 _log = logging.getLogger(__name__)
 _IN_PART = "_mlspec_rotated_in_part"  # on a model while it is rotated, and ever after where that was interrupted
-READERS = {"attention": ("q", "k", "v", "qkv"), "mlp": ("gate", "up", "gate_up")}  # of what each norm writes
 
 
 @dataclass(frozen=True)
@@ -82,20 +91,41 @@ def rotate(
     3), which do not commute with it. Within a block, naming the weight, for one of float16 that grows beyond what
     float16 holds: load the model again.
     """
+    plan, layers = rotate_ends(model, seed=seed, residual=residual, heads=heads, online=online)
+    for _ in layers:
+        pass
+    return plan
+
+
+@torch.no_grad()
+def rotate_ends(
+    model: nn.Module, *, seed: int = 0, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True,
+    online: bool = True,
+) -> tuple[Rotation, Iterator[int]]:  # fmt: skip
+    """`rotate`, of embedding and head; -> what it does, and an iterator that rotates one block after another and gives
+    their numbers. Until its end the model is rotated in part."""
     require_dense(model, "rotate")
     entry = _require_rotatable(model, residual is not False, "rotate")
     plan = _planned(model, entry, residual, heads, online, "rotate")
     signs = torch.Generator().manual_seed(seed)
     vars(model)[_IN_PART] = True
-    stream = None if plan.residual is None else _signs_before(plan.residual, model.config.hidden_size, signs)
+    stream = None if plan.residual is None else signs_before(plan.residual, model.config.hidden_size, signs)
     if plan.residual is not None:
         _rotate_ends(model, entry, plan, stream)
-    for index, layer in enumerate(model.get_submodule(entry.layers)):
+    return plan, _rotated_layers(model, entry, plan, stream, signs)
+
+
+def _rotated_layers(
+    model: nn.Module, entry: Description, plan: Rotation, stream: Tensor | None, signs: torch.Generator
+) -> Iterator[int]:
+    count = len(model.get_submodule(entry.layers))
+    for index in range(count):
         release_free()
-        with _in_float32({f"{entry.layers}.{index}": layer}):
+        with torch.no_grad(), in_float32({f"{entry.layers}.{index}": model.get_submodule(entry.layers)[index]}):
             _rotate_layer(model, entry, plan, index, stream, signs)
-    del vars(model)[_IN_PART]
-    return plan
+        if index + 1 == count:
+            del vars(model)[_IN_PART]
+        yield index
 
 
 def _rotate_layer(
@@ -104,28 +134,16 @@ def _rotate_layer(
     layer = model.get_submodule(entry.layers)[index]
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
     if plan.residual is not None:
-        _fold_norms(layer, entry, parts)
-        _rotate_residual(parts, plan.residual, stream)
+        fold_norms(layer, entry, parts)
+        rotate_residual(parts, plan.residual, stream)
     if plan.value is not None:
         how = plan.value[index] if isinstance(plan.value, tuple) else plan.value
-        _rotate_values(parts, _Heads.of(model, parts), how, signs)
+        rotate_values(parts, Heads.of(model, parts), how, signs)
     if plan.across_heads is not None:
-        _put_in_front(layer, entry.linears["o"], plan.across_heads)
+        put_in_front(layer, entry.linears["o"], plan.across_heads)
     if plan.down is not None:
-        _flip_products(parts, _signs(parts["down"].weight.shape[1], signs))
-        _put_in_front(layer, entry.linears["down"], plan.down)
-
-
-@dataclass(frozen=True)
-class _Heads:
-    queries: int
-    keys: int
-    dim: int
-
-    @classmethod
-    def of(cls, model: nn.Module, parts: Mapping[str, nn.Module]) -> _Heads:
-        queries = model.config.num_attention_heads
-        return cls(queries, model.config.num_key_value_heads, parts["o"].weight.shape[1] // queries)
+        flip_products(parts, drawn_signs(parts["down"].weight.shape[1], signs))
+        put_in_front(layer, entry.linears["down"], plan.down)
 
 
 def _without(part: str, action: str) -> str:
@@ -181,7 +199,7 @@ def _planned(
 ) -> Rotation:  # fmt: skip
     layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
-    own = _Heads.of(model, parts)
+    own = Heads.of(model, parts)
     tied = head.weight.data_ptr() == model.get_submodule(entry.embedding).weight.data_ptr()
     across = fitting_hadamard(own.queries, own.dim)
     width, layers = model.config.hidden_size, len(model.get_submodule(entry.layers))
@@ -210,7 +228,7 @@ def stream_matrix(model: nn.Module, seed: int) -> Tensor:
     """The rotation of the residual stream by which `rotate` multiplies with this seed, float64 ``[hidden_size,
     hidden_size]``."""
     how = _fitting(model.config.hidden_size, "hidden_size", "residual", "rotate")
-    return how.rotate(_signs_before(how, model.config.hidden_size, torch.Generator().manual_seed(seed)).diag())
+    return how.rotate(signs_before(how, model.config.hidden_size, torch.Generator().manual_seed(seed)).diag())
 
 
 def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
@@ -220,47 +238,6 @@ def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
     return found
 
 
-def _signs(count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.float64) * 2 - 1
-
-
-def _signs_before(how: Hadamard | GivenRotation, count: int, generator: torch.Generator) -> Tensor:
-    """What is multiplied before a rotation: before a given one nothing, and what is drawn behind it stays the same."""
-    signs = _signs(count, generator)
-    return signs if isinstance(how, Hadamard) else torch.ones_like(signs)
-
-
-def _write(parameter: Tensor, value: Tensor) -> None:
-    parameter.copy_(value.to(parameter.dtype))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().double()
-
-
-@contextmanager
-def _in_float32(parts: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Parameters of 16 bits have 32 while it lasts. parts: modules by name. ValueError naming a weight that float16
-    does not hold any more; the model is then rotated in part."""
-    named = {parameter: f"{part}.{name}" for part, one in parts.items() for name, parameter in one.named_parameters()}
-    own = {parameter: parameter.dtype for parameter in named}
-    try:
-        for parameter, dtype in own.items():
-            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-        yield
-    finally:
-        narrow = [parameter for parameter, dtype in own.items() if dtype == torch.float16 and parameter.numel()]
-        largest = {parameter: max(map(abs, map(float, torch.aminmax(parameter.detach())))) for parameter in narrow}
-        for parameter, dtype in own.items():
-            parameter.data = parameter.data.to(dtype)
-    for parameter, most in largest.items():
-        if not torch.tensor(most).half().isfinite():
-            raise ValueError(
-                f"rotate: {named[parameter]} would hold {most:.3g}, float16 holds {_LARGEST:.0f} at most; load the "
-                "model again, in bfloat16 or float32"
-            )
-
-
 def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
     """Embedding and head; the head, untied first, takes the gain of the last norm."""
     head, table = model.get_submodule(entry.head), model.get_submodule(entry.embedding)
@@ -268,11 +245,11 @@ def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Te
         separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    with _in_float32({entry.final_norm: (norm := model.get_submodule(entry.final_norm)), entry.head: head}):
-        _fold_gain(norm, [head], entry)
-        _rotate_rows([head.weight], plan.residual, signs)
-    with _in_float32({entry.embedding: table}):
-        _rotate_rows([table.weight], plan.residual, signs)
+    with in_float32({entry.final_norm: (norm := model.get_submodule(entry.final_norm)), entry.head: head}):
+        fold_gain(norm, [head], entry)
+        rotate_rows([head.weight], plan.residual, signs)
+    with in_float32({entry.embedding: table}):
+        rotate_rows([table.weight], plan.residual, signs)
 
 
 def separate_head(model: nn.Module) -> None:
@@ -280,71 +257,3 @@ def separate_head(model: nn.Module) -> None:
     head = model.get_submodule(KNOWN[type(model).__name__].head)
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
     untie_head(model)
-
-
-def _fold_norms(layer: nn.Module, entry: Description, parts: Mapping[str, nn.Module]) -> None:
-    for norm, names in READERS.items():
-        _fold_gain(layer.get_submodule(entry.norms[norm]), [parts[name] for name in names if name in parts], entry)
-
-
-def _fold_gain(norm: nn.Module, readers: list[nn.Module], entry: Description) -> None:
-    """The gain of a norm into the linears that read it."""
-    plus = 1.0 if entry.norm == "rms plus one" else 0.0
-    gain = _wide(norm.weight) + plus
-    for linear in readers:
-        for some in linear.weight.split(ROWS):
-            _write(some, _wide(some) * gain.to(some.device))
-    norm.weight.fill_(1.0 - plus)
-
-
-def _rotate_residual(parts: Mapping[str, nn.Module], how: Hadamard | GivenRotation, signs: Tensor) -> None:
-    """What reads the residual stream and what writes to it, of a layer."""
-    _rotate_rows([parts[name].weight for names in READERS.values() for name in names if name in parts], how, signs)
-    for writer in (parts["o"], parts["down"]):
-        own = signs.to(writer.weight.device)
-        for some in writer.weight.split(ROWS, 1):
-            _write(some, how.rotate(_wide(some).T * own).T)
-        if writer.bias is not None:
-            _write(writer.bias, how.rotate(_wide(writer.bias) * own))
-
-
-def _rotate_rows(weights: list[nn.Parameter], how: Hadamard | GivenRotation, signs: Tensor) -> None:
-    for weight in weights:
-        for some in weight.split(ROWS):
-            _write(some, how.rotate(_wide(some) * signs.to(some.device)))
-
-
-def _rotate_values(
-    parts: Mapping[str, nn.Module], own: _Heads, how: Hadamard | GivenRotation, generator: torch.Generator
-) -> None:
-    """What each head mixes, with signs per key head before a Hadamard matrix; o_proj's columns take the way back."""
-    first = 0 if "v" in parts else (own.queries + own.keys) * own.dim
-    values, out = parts["v" if "v" in parts else "qkv"], parts["o"].weight
-    signs = _signs_before(how, own.keys * own.dim, generator).view(own.keys, own.dim).to(out.device)
-    for parameter in (values.weight, values.bias):
-        if parameter is not None:
-            some = max(1, ROWS // own.dim)
-            for rows, sign in zip(parameter[first:].split(some * own.dim), signs.split(some), strict=True):
-                heads = _wide(rows).view(len(sign), own.dim, -1).transpose(1, 2)
-                _write(rows, how.rotate(heads * sign[:, None]).transpose(1, 2).reshape(rows.shape))
-    signs = signs.repeat_interleave(own.queries // own.keys, 0)
-    for some in out.split(ROWS):
-        _write(some, how.rotate(_wide(some).view(len(some), own.queries, own.dim) * signs).flatten(1))
-
-
-def _flip_products(parts: Mapping[str, nn.Module], signs: Tensor) -> None:
-    """Signs of activation(gate) * up, by the rows of up; down_proj's columns take the way back."""
-    first = 0 if "up" in parts else len(signs)
-    up, down = parts["up" if "up" in parts else "gate_up"], parts["down"].weight
-    signs = signs.to(down.device)
-    up.weight[first:].mul_(signs[:, None].to(up.weight.dtype))
-    if up.bias is not None:
-        up.bias[first:].mul_(signs.to(up.bias.dtype))
-    down.mul_(signs.to(down.dtype))
-
-
-def _put_in_front(layer: nn.Module, place: str, how: Hadamard) -> None:
-    """Rotate a linear's inputs at run time, and its weight so that its outputs stay."""
-    linear = layer.get_submodule(place)
-    _rotate_rows([linear.weight], how, torch.ones(linear.in_features, dtype=torch.float64))
-    layer.set_submodule(place, TransformedLinear.over(linear, HADAMARD, record_of(how)).train(linear.training))

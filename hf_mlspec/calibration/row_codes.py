@@ -14,23 +14,17 @@ import torch
 from torch import Tensor
 
 from ..formats import zipper
-from ..formats.hessian import inverse_factor
 from ..formats.zipper import HIGH_PARTS, MODES, Split, ZipperWeight
-from .coding import DAMPING
 
 _COLUMNS = 128  # whose errors the columns behind them take up at once
 
 
-def row_feedback_weight(
-    weight: Tensor, hessian: Tensor, options: Mapping[str, Any], name: str, damping: float = DAMPING,
-    overwrite: bool = False,
-) -> ZipperWeight:  # fmt: skip
-    """weight float ``[out, in]``, hessian float ``[in, in]``: the sum of ``x^T x`` over tokens x, which is lost with
-    ``overwrite``; options: of the format. ValueError as `inverse_factor` and of `ZipperWeight`, naming ``name``."""
+def row_feedback_weight(weight: Tensor, factor: Tensor, options: Mapping[str, Any], name: str) -> ZipperWeight:
+    """weight float ``[out, in]``, factor: of `coding.factor_of`; options: of the format. ValueError as of
+    `ZipperWeight`, naming ``name``."""
     how = Split(options["bits"], options["low_bits"], options["mode"])
     try:
         _, scale = zipper.quantize(weight, how.require())
-        factor = inverse_factor(hessian, weight.shape[1], damping, overwrite)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     codes = _fed_back(weight, factor, scale.float().flatten(), how)

@@ -5,10 +5,6 @@ H = X^T X, X being a layer's inputs on calibration text (Frantar et al., GPTQ, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,11 +30,12 @@ def inverse_factor(hessian: Tensor, in_features: int, damping: float = DAMPING, 
     idle = diagonal == 0  # inputs that were zero throughout
     diagonal.add_(damping * diagonal.mean())
     diagonal[idle | (diagonal == 0)] += 1.0
-    upper, failed = _in_place(torch.linalg.cholesky_ex, damped)
-    if not int(failed):
+    upper = damped.mT  # LAPACK's order of elements: of others it makes a copy
+    failed = _factorize(upper, upper=False)
+    if not failed:
         torch.cholesky_inverse(upper, out=upper)
-        upper, failed = _in_place(partial(torch.linalg.cholesky_ex, upper=True), upper)
-    if int(failed) or not upper.isfinite().all():
+        failed = _factorize(upper, upper=True)
+    if failed or not upper.isfinite().all():
         raise ValueError(
             f"the Hessian [{in_features}, {in_features}] damped by {damping:g} has no Cholesky factor in float32: "
             "calibrate on more text, or raise the damping"
@@ -46,8 +43,8 @@ def inverse_factor(hessian: Tensor, in_features: int, damping: float = DAMPING, 
     return upper
 
 
-def _in_place(factorize: Callable[..., Any], matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A Cholesky factor in the memory of its matrix, and whether there was none."""
+def _factorize(matrix: Tensor, upper: bool) -> bool:
+    """Put its Cholesky factor where a matrix is; -> whether there is none."""
     failed = torch.empty((), dtype=torch.int32, device=matrix.device)
-    factorize(matrix, out=(matrix, failed))
-    return matrix, failed
+    torch.linalg.cholesky_ex(matrix, upper=upper, out=(matrix, failed))
+    return bool(failed)

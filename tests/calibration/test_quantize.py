@@ -195,13 +195,13 @@ def test_rotations_that_do_not_fit_are_refused_before_the_model_changes(tmp_path
 
 
 def test_hessians_of_rotated_layers_are_those_of_rotated_inputs(monkeypatch):
-    seen, feedback = [], pipeline.feedback_weight
+    seen, factor_of = [], pipeline.factor_of
 
-    def noting(wide, hessian, *given, **how):
-        seen.append((given[2], hessian.clone()))  # which the factor overwrites
-        return feedback(wide, hessian, *given, **how)
+    def noting(hessian, name, damping):
+        seen.append((name, hessian.clone()))  # which the factor overwrites
+        return factor_of(hessian, name, damping)
 
-    monkeypatch.setattr(pipeline, "feedback_weight", noting)
+    monkeypatch.setattr(pipeline, "factor_of", noting)
     model = model_of()
     rotate(model)
     down, inputs = model.model.layers[0].mlp.down_proj, []

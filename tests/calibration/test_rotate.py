@@ -187,7 +187,7 @@ def test_what_was_rotated_in_part_is_refused(monkeypatch):
 
     model = model_of("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(rotation, "_rotate_values", stops)
+        patch.setattr(rotation, "rotate_values", stops)
         with pytest.raises(KeyboardInterrupt):
             rotate(model)
     with pytest.raises(ValueError, match="was rotated in part, by a call that did not end: load it again"):

@@ -9,14 +9,13 @@ from models import packed
 from torch import nn
 
 import hf_mlspec
-from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu import weights as cpu
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.formats.hadamard import Hadamard
+from hf_mlspec.formats.hadamard import Hadamard, fitting_hadamard
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.nn.transforms import HADAMARD, ORDER, record_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -106,11 +105,23 @@ def test_without_an_order_the_decoder_is_not_complete():
         decoder.handle.set_outliers("up", 128, 1152, *tensors, 16)
 
 
-def test_rotated_inputs_are_refused_with_the_reason():
-    model = model_of(ordered=False)
-    model.model.layers[0].mlp.down_proj.transform_(HADAMARD, record_of(Hadamard(128, 1, 1)))
-    with pytest.raises(UnknownArchitecture, match="its down rotates the inputs of an int4-int8 weight"):
-        CpuDecoder(model)
+@pytest.mark.parametrize("name", ["llama", "qwen2-windows"])
+def test_rotated_inputs_of_o_and_down_run_compiled(name):
+    model = model_of(name, ordered=False)
+    plain = scored(model)
+    heads = fitting_hadamard(model.config.num_attention_heads, 96)
+    assert heads.size > 1
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.transform_(HADAMARD, record_of(heads))
+        layer.mlp.down_proj.transform_(HADAMARD, record_of(Hadamard(128, 1, 1)))
+    for word, near in (("w4a16", 0.02), ("w4a8", 0.03), ("w4a4", 0.3)):
+        with precision_switch(model).at(word), torch.no_grad():
+            modules, out = model(IDS).logits, scored(model)
+            alone = torch.cat([scored(model, IDS[row : row + 1]) for row in range(2)])
+        assert (out - modules).abs().max() < near * modules.abs().max(), word
+        assert torch.equal(out, alone), word
+        if word == "w4a16":
+            assert (out - plain).abs().max() > 0.1 * plain.abs().max()
 
 
 def test_a_bfloat16_model_runs_compiled():

@@ -159,8 +159,6 @@ def _packed(linear: PackedLinear, bias: Tensor | None, name: str) -> Weight:
     shape |= {"order": order_of(linear), "rotation": rotation_of(linear, name)}
     if shape["order"] is not None and linear.format == "nested":
         raise UnknownArchitecture(f"its {name} orders the inputs of a nested weight")
-    if shape["rotation"] is not None and linear.format == "int4_int8":
-        raise UnknownArchitecture(f"its {name} rotates the inputs of an int4-int8 weight")
     return slot(linear, linear.prepack_().parts("weight"), {**shape, "bits": linear.switch.bits})
 
 

@@ -26,8 +26,9 @@ from ...calibration.matrices import read_rotations
 from ...calibration.methods import ROW_SCALED, clip_of, format_of, method_for
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
-from ...calibration.rotation import rotate, turned_inputs
+from ...calibration.rotation import rotate_ends, turned_inputs
 from ...calibration.samples import require_lengths
+from ...calibration.stream_order import stream_order
 from ...checkpoints.safetensors_file import checksums
 from ...formats import options
 from ...formats.int4_int8 import OUTLIERS
@@ -69,16 +70,16 @@ def quantize(
     """Pack the linear layers of a dense causal language model in place, their codes chosen on calibration text.
 
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
-        by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); "atom" and "atom+gptq"
-        for format "int4-int8": inputs by size, the last 128 with int8 codes; for "zipper" all but AWQ and Atom, and
-        "quarot+smoothquant". format: None: the method's. format_options: of "zipper", as in MLSpecConfig.
+        by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); for "int4-int8" "atom"
+        (inputs by size, the last 128 int8), "quarot+atom" (the residual stream so, the rest rotated), and their
+        "+gptq"; for "zipper" all but AWQ and Atom, and "quarot+smoothquant". format: None: the method's.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules, activation_clip (None: the method's):
         as in MLSpecConfig. search_bits: activation bits that SmoothQuant's search assumes; None: these, 8 for 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file such as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
-    work_folder: finished blocks are kept there; the same call goes on behind them. Not removed.
+    work_folder: finished blocks are kept there; the same call goes on behind them. format_options: as there.
 
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
@@ -131,7 +132,7 @@ def plan_of(
         raise ValueError(f"{other[0]} transforms its inputs ({there[other[0]].transform.word}), not as `rotate` does: "
                          "start from the original model")
     turned = turned_inputs(model, **given_rotations(rotations)) if chosen.rotates else list(there)
-    if turned and ((chosen.scaling and not chosen.rotates) or chosen.reorders):
+    if turned and not chosen.rotates and (chosen.scaling or chosen.reorders):
         what = "order" if chosen.reorders else "scales"
         raise ValueError(f"{turned[0]} has rotated inputs, whose {what} {method!r} cannot fold: use rtn or gptq")
     if act_order and turned:
@@ -213,12 +214,14 @@ def _run(
 ) -> list[LayerReport]:  # fmt: skip
     training = model.training
     clear(model)  # what was compiled or cast from the dense weights
-    if plan.method.rotates:
-        rotate(model, **rotation)
+    if plan.method.rotates and plan.method.reorders:
+        rotation = {**rotation, "residual": stream_order(model.eval(), rows)}
+    rotated = rotate_ends(model, **rotation)[1] if plan.method.rotates else None
     bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
     try:
         with bar:
-            return calibrate(model.eval(), rows, plan, switch_of(config), finished, lambda index: bar.update())
+            options = {"progress": lambda index: bar.update(), "rotated": rotated}
+            return calibrate(model.eval(), rows, plan, switch_of(config), finished, **options)
     finally:
         model.train(training)
 

@@ -134,5 +134,5 @@ def require_choices(
         return
     if not isinstance(rotations, str | os.PathLike):
         raise TypeError(f"rotations is a {type(rotations).__name__}, it must be the name of a file such as R.bin")
-    if not chosen.rotates:
+    if not chosen.rotates or chosen.reorders:
         raise ValueError(f"rotations are of quarot and quarot+gptq, method {chosen.word!r} has none: leave them out")

@@ -291,8 +291,8 @@ class DecoderObject : public torch::CustomClassHolder {
   void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
     TORCH_CHECK_VALUE(name == "o" || name == "down" || name == "delta_out", name, ".hadamard: o and down have rotated inputs, others do not");
     mlspec::Linear& linear = place(name);
-    TORCH_CHECK_VALUE(linear.weight && !linear.order && !linear.outliers, name,
-                      ".hadamard: set the linear first, and no order of its inputs");
+    TORCH_CHECK_VALUE(linear.weight && (!linear.order || linear.outliers), name,
+                      ".hadamard: set the linear first, and no order of its inputs but that of outliers");
     linear.hadamard = mlspec::checked_hadamard((name + ".hadamard").c_str(), linear.in_features, matrix, size, inner);
     if (matrix) hold(*matrix);
   }

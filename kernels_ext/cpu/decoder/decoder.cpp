@@ -131,7 +131,7 @@ void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows
 void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next) {
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(next, rows);
-  const bool together = rows_share_lines(acts);
+  const bool together = rows_share_lines(acts) || next.order;  // outliers come twice
   const mlspec_pack_args pack{x, stride, &acts};
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
@@ -158,9 +158,9 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
   const int64_t width = shape.intermediate;
   if (down.rotates()) {
     share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
-      for (int64_t n = row; n < row_end; ++n) {
+      for (int64_t n = row; n < row_end && k < width; ++n) {
         float* const gate = w.gate_up.data() + n * 2 * width + k;
-        activate_piece(gate, k_end - k, gate);
+        activate_piece(gate, std::min(k_end, width) - k, gate);
       }
     });
     return rotate_and_pack(team, w.gate_up.data(), 2 * width, rows, down);
