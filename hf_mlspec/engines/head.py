@@ -95,8 +95,14 @@ class HeadEngine(CachedRows):
             raise ValueError(
                 f"head {self.model.config.name_or_path} checks no drafts: it stands below all other levels"
             )
-        alive = alive or [True] * len(rows)
         begin = time.perf_counter()
+        self._feed(rows, alive or [True] * len(rows))
+        logits = self.model.logits(self._last)[:, None]
+        self.seconds += time.perf_counter() - begin
+        return logits
+
+    def _feed(self, rows: Rows, alive: list[bool]) -> None:
+        """Read what the cache lacks of the rows that are alive; `_last` is what their last pairs give."""
         starts = [
             self._first_pair(r, len(row)) if on else 0 for r, (row, on) in enumerate(zip(rows, alive, strict=True))
         ]
@@ -111,21 +117,51 @@ class HeadEngine(CachedRows):
             if on:
                 self._sure[r] = starts[r] + counts[r]
                 self.lengths[r] = self._sure[r] + 1
-        logits = self.model.logits(out)[:, None]
-        self.seconds += time.perf_counter() - begin
-        return logits
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
         """One more pair of every row whose count is 1: its token beside what the last pass gave. As `Engine.step`."""
         begin = time.perf_counter()
-        slots = [max(have - 1 - base, 0) for have, base in zip(self.lengths, self._base, strict=True)]
-        self._reserve(max(slots) + 1)
-        out = self._pass(tokens.to(self.device), self._last[:, None], slots)[:, 0]
-        self._last = out
-        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
-        logits = self.model.logits(out)[:, None]
+        self._go_on(tokens.to(self.device), counts)
+        logits = self.model.logits(self._last)[:, None]
         self.seconds += time.perf_counter() - begin
         return logits
+
+    def _go_on(self, tokens: Tensor, counts: list[int] | list[bool]) -> None:
+        slots = [max(have - 1 - base, 0) for have, base in zip(self.lengths, self._base, strict=True)]
+        self._reserve(max(slots) + 1)
+        self._last = self._pass(tokens, self._last[:, None], slots)[:, 0]
+        self.lengths = [have + int(count) for have, count in zip(self.lengths, counts, strict=True)]
+
+    def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
+        """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`; -1: NaN.
+
+        Rows of limit 0 are inactive.
+        """
+        drafted: Rows = [[] for _ in rows]
+        alive = [limit > 0 for limit in limits]
+        begin = time.perf_counter()
+        self._feed(rows, alive)
+        while True:
+            tokens, sure = self._best(threshold)
+            for r, on in enumerate(alive):
+                if on:
+                    drafted[r].append(tokens[r])
+                    alive[r] = sure[r] and tokens[r] >= 0 and len(drafted[r]) < limits[r]
+            if not any(alive):
+                break
+            self._go_on(torch.tensor([[max(token, 0)] for token in tokens], device=self.device), alive)
+        self.seconds += time.perf_counter() - begin
+        return drafted
+
+    def _best(self, threshold: float) -> tuple[list[int], list[bool]]:
+        """Behind every row the likeliest token, -1 where logits hold NaN, and whether it is as probable as that."""
+        logits = self.model.own_logits(self._last)
+        top, best = logits.max(-1)
+        tokens = (best if self.model.targets is None else self.model.targets[best]).masked_fill(top.isnan(), -1)
+        if threshold <= 0:
+            return tokens.tolist(), [True] * len(tokens)
+        sure = (top - logits.logsumexp(-1)).exp() >= threshold
+        return tokens.tolist(), sure.tolist()
 
     def trial(self) -> HeadEngine:
         """Another engine over the same head that knows hidden states, zeros, of whatever it is fed: to time it."""

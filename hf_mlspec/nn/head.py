@@ -184,11 +184,15 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[batch, hidden]` of `forward` -> float32 `[batch, vocab]`, -inf for tokens that it does not draft."""
-        found = product(self.lm_head, hidden if self.shape.norm_output else self.norm(hidden)).float()
+        found = self.own_logits(hidden)
         if self.targets is None:
             return found
         whole = found.new_full((len(found), self.shape.vocab), float("-inf"))
         return whole.index_copy_(1, self.targets, found)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """The same over its own tokens, float32 `[batch, draft_vocab]`."""
+        return product(self.lm_head, hidden if self.shape.norm_output else self.norm(hidden)).float()
 
     @property
     def _computed_in(self) -> torch.dtype:

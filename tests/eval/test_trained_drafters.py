@@ -37,9 +37,10 @@ def run(monkeypatch, capsys, name: str, *options: object) -> dict:
 
 def test_a_head_is_trained_kept_and_drafts(folder, monkeypatch, capsys):
     options = "--target", folder / "target", "--text", folder / "prompts.jsonl", "--draft-vocab", 40
-    first = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "head", "--keep", folder / "kept.jsonl.gz")
-    again = run(monkeypatch, capsys, "train_head", *options[:2], *options[4:], "--out", folder / "again", "--written",
-                folder / "kept.jsonl.gz")  # fmt: skip
+    kept = folder / "kept.jsonl.gz"
+    first = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "head", "--keep", kept)
+    options = *options[:2], *options[4:], "--written", kept
+    again = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "again")
     assert (first["draft_vocab"], first["steps"], first["texts"]) == (40, 8, 15)
     assert first["loss"] == again["loss"]
     weights = [(folder / name / "model.safetensors").read_bytes() for name in ("head", "again")]
@@ -65,7 +66,8 @@ def test_a_draft_is_aligned_and_stays_a_model(folder, monkeypatch, capsys):
     letters().save_pretrained(folder / "draft")
     options = "--draft", folder / "draft", "--target", folder / "target", "--text", folder / "prompts.jsonl"
     few = run(monkeypatch, capsys, "align_draft", *options, "--out", folder / "few", "--steps", 2)
-    card = run(monkeypatch, capsys, "align_draft", *options, "--out", folder / "aligned", "--steps", 40, "--rate", 3e-3)
+    options = *options, "--out", folder / "aligned", "--rate", 3e-3
+    card = run(monkeypatch, capsys, "align_draft", *options, "--steps", 40)
     assert card["loss"] < 0.7 * few["loss"]
     assert 0 <= card["agreement"] <= 1
     target, inputs = tiny(seed=2, dtype=torch.bfloat16), prompts([5, 9])

@@ -86,6 +86,24 @@ def test_a_head_computes_what_the_training_computes(layout, name, target, tmp_pa
         torch.testing.assert_close(ours[known], theirs[known], rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("draft_vocab", [24, 64])
+def test_a_whole_draft_is_what_steps_draft(draft_vocab, target, tmp_path):
+    rows = [ROW, ROW[:3], ROW[:5]]
+    _, made = drafting(target, write_head(tmp_path, target, draft_vocab=draft_vocab), "modules", rows)
+    with torch.inference_mode():
+        logits = [made.feed(rows)[:, 0]]
+        for _ in range(3):
+            logits.append(made.step(logits[-1].argmax(-1)[:, None], [1, 1, 1], [0] * 3, 1)[:, 0])
+        expected = torch.stack([one.argmax(-1) for one in logits], 1).tolist()
+        confidence = torch.stack([one.softmax(-1).amax(-1) for one in logits], 1)
+        assert made.draft(rows, [4, 0, 2], 0.0) == [expected[0], [], expected[2][:2]]
+        threshold = float(confidence[0].median())
+        ends = int((confidence[0] < threshold).nonzero()[0]) + 1
+        assert made.draft(rows, [4, 4, 4], threshold)[0] == expected[0][:ends]
+        made.model.norm.weight.data[0] = float("nan")
+        assert made.draft(rows, [4, 0, 0], 0.0) == [[-1], [], []]
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_was_drafted_is_read_again_from_the_targets_own_states(name, target, tmp_path):
     """Rows of other lengths, one rejected in full, one in part: as a head that reads them for the first time."""

@@ -106,7 +106,10 @@ class CheckedDrafter:
         if not self.checker.in_engine or not any(limits):
             return False
         return not self.num_draft_tokens or (
-            isinstance(inner, ModelDrafter) and inner.in_engine and inner.whole(rows, limits)
+            isinstance(inner, ModelDrafter)
+            and inner.runner.can.greedy_rounds
+            and inner.in_engine
+            and inner.whole(rows, limits)
         )
 
     def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:

@@ -119,7 +119,7 @@ class ModelDrafter:
     def _propose_in_engine(self, rows: Rows, limits: list[int]) -> Draft:
         drafted = self.runner.draft(rows, limits, self.threshold)
         self.settle_in_engine(drafted)
-        return Draft.from_lists(drafted)
+        return Draft.from_lists(drafted, self.runner.device)
 
     def settle_in_engine(self, drafted: Rows) -> None:
         """Count a draft that the engine made; FloatingPointError if its logits were NaN."""
