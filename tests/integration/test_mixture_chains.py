@@ -16,10 +16,8 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 MODELS = Path(os.environ.get("MLSPEC_MODELS", "../shared/models"))
-pytestmark = [
-    pytest.mark.skipif(not (MODELS / "code-moe").is_dir(), reason="no model at $MLSPEC_MODELS/code-moe"),
-    pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
-]
+pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+NAMES = ["code-moe", "code-oss"]  # the latter by eval.train_mixture
 SUBJECTS = ("add two numbers", "sort a list", "count words of a file", "reverse a string", "multiply matrices",
             "parse a date", "search in a tree", "the n-th prime")  # fmt: skip
 PROMPTS = [f'def f{i}(a, b={i}):\n    """{SUBJECTS[i % 8]}."""\n' for i in range(32)]
@@ -34,14 +32,26 @@ CHAINS = {
 }
 
 
+def trained(name: str, dtype: torch.dtype):
+    """A model of the folder; the test is skipped where it is not there."""
+    if not (MODELS / name).is_dir():
+        pytest.skip(f"no model at $MLSPEC_MODELS/{name}")
+    return AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=dtype).eval()
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def target(request):
-    return AutoModelForCausalLM.from_pretrained(MODELS / "code-moe", dtype=request.param).eval()
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def target(request, dtype):
+    return trained(request.param, dtype)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_chains_over_a_trained_mixture_change_no_token(target, batch):
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "code-moe", padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(target.name_or_path, padding_side="left")
     inputs = tokenizer(PROMPTS[:batch], return_tensors="pt", padding=True)
     options = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "do_sample": False,
                "max_new_tokens": 24}  # fmt: skip
@@ -56,10 +66,11 @@ def test_chains_over_a_trained_mixture_change_no_token(target, batch):
         assert sum(level.accepted for level in stats.levels) > 0, name
 
 
-def test_alone_it_follows_stock_in_float32():
+@pytest.mark.parametrize("name", NAMES)
+def test_alone_it_follows_stock_in_float32(name):
     """Every token is stock's best, or so near to it that rounding decides."""
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "code-moe", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(MODELS / "code-moe")
+    model = trained(name, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
     for prompt in PROMPTS[:4]:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         out = model.generate(input_ids=ids, do_sample=False, max_new_tokens=32, assistant_models=[])
