@@ -15,6 +15,8 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.prefixes import BLOCK, KeptPrefixes, bytes_of
 from hf_mlspec.engines.rows import DecoderRows
+from hf_mlspec.integration.stream.prompts import LongPrompts
+from hf_mlspec.integration.stream.stream import _Stream
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 needs_kernels = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -66,6 +68,21 @@ def test_rows_run_while_a_long_prompt_is_read(target):
             order.append(event.id)
     assert order.index("long") > 2
     assert order[0] == "running"
+
+
+@needs_kernels
+@pytest.mark.parametrize("target", ["cuda"], indirect=True)
+def test_running_rows_do_not_wait_for_a_chunk_and_a_row_that_joins_at_once(target, monkeypatch):
+    done, read, move, run = [], LongPrompts._read_some, _Stream._move, _Stream._round
+    monkeypatch.setattr(LongPrompts, "_read_some", lambda self, *words: done.append("read") or read(self, *words))
+    monkeypatch.setattr(_Stream, "_round", lambda self: done.append("round") or run(self))
+    monkeypatch.setattr(_Stream, "_move", lambda self, going, joining: done.extend(["joins"] * bool(joining))
+                        or move(self, going, joining))
+    requests = [Request(ids(1, 5), id=0, max_new_tokens=300), Request(ids(2, 200), id=1, max_new_tokens=4)]
+    list(generate_stream(target, requests, max_batch=2, prefill_chunk=64, **SETTINGS))
+    assert done.count("read") > 2
+    last = len(done) - 1 - done[::-1].index("read")
+    assert done[last : last + 3] == ["read", "round", "joins"]
 
 
 @needs_kernels

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -202,43 +204,32 @@ def test_a_folder_that_does_not_exist_is_said_before_anything_is_imported():
     assert "model folder 'no/such/folder' does not exist" in line
 
 
+def test_clients_are_told_when_the_process_that_decodes_is_gone():
+    """Here its end of the connection is."""
+    with Running(slots=2) as server, ThreadPoolExecutor(2) as pool:
+        stream = pool.submit(server.ask, TEXT, {**LONG, "stream": True})
+        whole = pool.submit(server.ask, TEXT, LONG)
+        server.until(lambda: server.backend.running == 2)
+        with socket.socket(fileno=os.dup(server.end.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        assert json.loads(stream.result()[1].split("data: ")[-1])["error"]["code"] == "decoding_failed"
+        assert whole.result()[0] == 500
+        server.until(lambda: server.http.should_exit)
+        assert server.backend.join(20)
+
+
 def http_process(process: subprocess.Popen) -> psutil.Process:
     """The child that speaks HTTP; multiprocessing has another one, which keeps its own house."""
     return next(one for one in psutil.Process(process.pid).children() if "spawn_main" in " ".join(one.cmdline()))
 
 
-def begun(port: int) -> http.client.HTTPResponse:
-    """A stream whose first event was read."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    body = {**LONG, "max_tokens": 400, "stream": True}
-    connection.request("POST", TEXT, json.dumps(body), {"Authorization": "Bearer secret"})
-    response = connection.getresponse()
-    assert response.readline().startswith(b"data: ")
-    return response
-
-
-def test_clients_are_told_when_the_process_that_decodes_dies(command):
-    process, port = command
-    response, other = begun(port), http_process(process)
-    process.kill()
-    assert b'"code": "decoding_failed"' in response.read().splitlines()[-2]
-    other.wait(20)
-
-
-def test_the_server_ends_when_the_process_that_speaks_http_dies(command):
-    process, port = command
-    response = begun(port)
-    http_process(process).kill()
-    with pytest.raises((http.client.IncompleteRead, OSError)):
-        response.read()
-    assert process.wait(20) == 2
-
-
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command, tmp_path):
-    """The folder holds no model."""
-    _, port = command
+    """The folder holds no model. And the server whose port it is ends with its process that speaks HTTP."""
+    process, port = command
     words = [sys.executable, "-m", "mlspec_cli", "serve", str(tmp_path), "--port", str(port)]
     found = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.splitlines() == [f"mlspec serve: cannot listen on 127.0.0.1 port {port}: Address already in "
                                          "use; choose another --port or --host"]
+    http_process(process).kill()
+    assert process.wait(20) == 2

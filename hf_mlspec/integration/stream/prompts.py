@@ -62,6 +62,11 @@ class _Reading:
     row: list[int]
     lanes: list[_Lane]
 
+    @property
+    def is_read(self) -> bool:
+        """Whether all of it is in all lanes."""
+        return all(lane.done == len(self.row) for lane in self.lanes)
+
 
 class LongPrompts:
     """The requests of a stream that have a slot and are no rows yet.
@@ -121,7 +126,7 @@ class LongPrompts:
     def advance(self, beside: bool) -> list[tuple[int, Admitted]]:
         """Read a chunk of the prompt that came first; requests that are read, that failed or were cancelled.
 
-        beside: rows run, and wait for it.
+        beside: rows run, and wait for it: they do not wait for a chunk and a row that joins at once.
         """
         over = [number for number, one in self.reading.items() if one.one.request.cancelled]
         for number in over:
@@ -129,10 +134,13 @@ class LongPrompts:
         number = next((number for number in self.reading if number not in over), None)
         if number is not None:
             found = self.reading[number]
-            self._read_some(found, self.pace.chunk() if beside else self.chunk)
+            self._leave_lanes()
+            joins = found.is_read or not beside
+            if not found.is_read:
+                self._read_some(found, self.pace.chunk() if beside else self.chunk)
             if found.one.error is not None:
                 over.append(number)
-            elif all(lane.done == len(found.row) for lane in found.lanes):
+            elif found.is_read and joins:
                 over.append(number)
                 begun = self.begun[number] = Beginning()
                 for lane in found.lanes:
@@ -164,10 +172,7 @@ class LongPrompts:
     def _read_some(self, found: _Reading, tokens: int) -> None:
         """Read so many tokens. A level that fails reads nothing any more, of no row; where the target fails, as for
         want of memory, this request does, and the others go on."""
-        self._leave_lanes()
-        lane = next((lane for lane in found.lanes if lane.done < len(found.row)), None)
-        if lane is None:  # a level had yet to read it that is in the chain no more
-            return
+        lane = next(lane for lane in found.lanes if lane.done < len(found.row))
         try:
             self._read(found, lane, tokens)
         except Exception as error:  # whatever a model raises
