@@ -9,7 +9,7 @@ from typing import Any
 
 try:
     import ray
-    from ray.exceptions import RayActorError
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, WorkerCrashedError
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "ray":
         raise
@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 from .source import Numbered
 from .worker import Settings, Worker, WorkerLost
 
+_LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError)  # no error of what a worker was asked
 _STARTS = 3
 _STORE = 128 << 20  # bytes of Ray's object store: lines and answers, no weights
 
@@ -60,7 +61,7 @@ class RayWorker:
         actor = self._actor
         try:
             return await getattr(actor, name).remote(*words)
-        except RayActorError as error:
+        except _LOST as error:
             raise WorkerLost(str(error).splitlines()[0]) from error
 
 
