@@ -42,7 +42,7 @@ def python(*words: str, **options) -> subprocess.CompletedProcess:
     (["--help"], 0, "write a packed form of a model"), (["--version"], 0, f"mlspec {hf_mlspec.__version__}\n"),
     (["generate", "--help"], 0, "--prompt-file"), (["quantize", "--help"], 0, "--max-shard-size"),
     (["dance"], 2, "mlspec: there is no command 'dance': demo | quantize | convert | inspect | verify | generate | "
-                     "serve | tune | route | eval | info;"),
+                     "batch | serve | tune | route | eval | info;"),
     (["genrate", "--model", "x"], 2, "mlspec: there is no command 'genrate': perhaps generate; see mlspec --help"),
     ([], 2, "mlspec: no command is given; there are demo | quantize"),
     (["verify", "x", "--lvel", "mxfp4"], 2, "mlspec verify: unknown words --lvel mxfp4; see mlspec verify --help\n"),
