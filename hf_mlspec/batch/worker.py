@@ -6,7 +6,7 @@ import asyncio
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from ..integration.hook import enable
 from ..integration.levels.load import hide_progress_bars, load_causal_lm
 from ..integration.levels.resolve import nested_for
 from ..serving.backend import Backend
+from ..serving.backend_end import BackendEnd
 from ..serving.completions import Completions
 from ..serving.endpoint import Endpoint
 from ..serving.errors import ApiError
+from ..serving.http_end import HttpEnd
 from ..serving.limits import Limits
+from ..serving.messages import Facts, Setup
 from .lines import COMPLETION, BadLine, Line, answered, read_line, unanswered
 from .source import Numbered
 
@@ -56,6 +59,7 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._backend: Backend | None = None
+        self._asking: HttpEnd | None = None  # in the event loop of the first call
         self._endpoints: dict[str, Endpoint] = {}
 
     def load(self) -> dict[str, Any]:
@@ -68,21 +72,26 @@ class Worker:
         if asked.chat_template is not None:
             tokenizer.chat_template = asked.chat_template
         identity = _identity(model, tokenizer, asked)
-        self._backend = Backend(model, copy.deepcopy(tokenizer), asked.levels, asked.config, slots=asked.slots,
-                                queue_limit=_NO_LIMIT, watch=_Unwatched(), prefill_chunk=512, prefix_cache=None)
-        reading = ThreadPoolExecutor(1, "mlspec-reading")
         limits = Limits(new_tokens=asked.new_tokens, queue=_NO_LIMIT, choices=_NO_LIMIT, seconds=_NO_LIMIT)
-        writing = copy.deepcopy(tokenizer)
-        self._endpoint = partial(Endpoint, backend=self._backend, name=asked.name, limits=limits, reading=reading,
-                                 every=0.0)
-        self._parts = model, tokenizer, writing
+        self._setup = Setup(Facts.of(model), tokenizer, asked.name, [], limits, every=0.0, grace=0.0)
+        self._reading, self._writing = ThreadPoolExecutor(1, "mlspec-reading"), copy.deepcopy(tokenizer)
+        own, self._other = Pipe()
+        end = BackendEnd(own)
+        self._backend = Backend(model, copy.deepcopy(tokenizer), asked.levels, asked.config, slots=asked.slots,
+                                queue_limit=_NO_LIMIT, watch=_Unwatched(), tell=end.tell, prefill_chunk=512,
+                                prefix_cache=None)
         self._backend.start()
+        end.serve(self._backend, _Unwatched())
         return identity
 
     def _at(self, url: str) -> Endpoint:
         """What answers there. ValueError for chats where the packages are missing that read them."""
+        if self._asking is None:
+            self._asking = HttpEnd(self._other)
+            self._asking.open()
         if url not in self._endpoints:
-            self._endpoints[url] = self._endpoint(_style(url)(*self._parts))
+            style = _style(url)(self._setup.facts, self._setup.tokenizer, self._writing)
+            self._endpoints[url] = Endpoint(style, self._asking, self._setup, self._reading)
         return self._endpoints[url]
 
     async def answer(self, lines: list[Numbered]) -> tuple[list[dict[str, Any]], list[str]]:
