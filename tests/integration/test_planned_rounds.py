@@ -137,7 +137,7 @@ def test_what_was_chosen_is_told(rounds, target, draft):
         target.generate(**prompts([9]), **{**OPTIONS, "max_new_tokens": 200}, assistant_models=["mxfp4", draft])
     stats = hf_mlspec.last_stats(target)
     assert rounds
-    assert sum(plan.tokens for plan in stats.plans.values()) >= 200
+    assert sum(plan.tokens for plan in stats.plans.values()) >= 192  # without levels, those behind the first round
     for words, plan in stats.plans.items():
         assert plan.timed == plan.rounds > 0
         assert words == "off" or words.split()[0] in ("mxfp4", "draft", "LlamaForCausalLM")
