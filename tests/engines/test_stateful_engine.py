@@ -18,7 +18,7 @@ NAMES = ["Qwen3_5ForCausalLM", "Mamba2ForCausalLM", "Lfm2ForCausalLM", "RwkvForC
 
 
 def started(model, batch=1, follow=None):
-    engine = engine_of(model)
+    engine = engine_of(model, name="modules")
     assert type(engine) is StatefulEngine
     engine.follow = follow
     engine.start(batch, CPU)
@@ -182,4 +182,4 @@ def test_no_format_for_a_state():
     from hf_mlspec.formats import cache_format
 
     with pytest.raises(ValueError, match="Qwen3_5ForCausalLM keeps a state"):
-        engine_of(hybrid("Qwen3_5ForCausalLM")).keep_in(cache_format("int8", "draft_cache"))
+        engine_of(hybrid("Qwen3_5ForCausalLM"), name="modules").keep_in(cache_format("int8", "draft_cache"))
