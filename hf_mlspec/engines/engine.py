@@ -36,8 +36,8 @@ class Capabilities:
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
         beginning, unless it is stateful. draft_window: it can read a part of the cache only. stateful: what it keeps
-        of a row is no lane of keys and values, so that no user's cache goes in or out, and no prefix is kept. tapped: it
-        writes hidden states to a `Tap`.
+        of a row is no lane of keys and values, so that no user's cache goes in or out, and no prefix is kept. tapped:
+        it writes hidden states to a `Tap`.
     """
 
     by_module: bool = False
