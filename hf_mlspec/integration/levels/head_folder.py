@@ -8,7 +8,6 @@ layer k reads (0: the embedding), in the second what layer k gives.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from transformers import AutoConfig, PretrainedConfig
 from ...nn.head import HeadShape
 from ..json_object import read_object
 
-_CLASS = "Eagle3"  # in the names of all classes of such heads
-_OTHER_KINDS = ("Eagle", "DFlash", "Medusa", "MTP")  # heads that are not read
 _SERVED = ("llama", "qwen3")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # whose tables do not depend on a row's length
 
@@ -65,21 +62,6 @@ class HeadFolder:
     def default_taps(self, layers: int) -> tuple[int, ...]:
         """What both layouts mean where none are told: an early, a middle and a late layer of so many."""
         return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))
-
-
-def is_head_folder(path: str) -> bool:
-    """Whether a folder's config.json is of a head that drafts with its target's hidden states, read here or not."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return False
-    try:
-        said = json.loads(file.read_bytes())
-    except ValueError:
-        return False  # whoever loads a model from it says what is wrong
-    if not isinstance(said, dict):
-        return False
-    names = said.get("architectures") or []
-    return "speculators_model_type" in said or any(_CLASS in str(name) for name in names)
 
 
 def read_head_folder(path: str) -> HeadFolder:

@@ -30,12 +30,11 @@ from ...speculation.rounds.chain import let_go
 from ..config import SpeculationConfig
 from ..request import check_device, check_model, vocab_size
 from ..streamed import drop_fetches
-from .head_folder import is_head_folder
 from .heads import load_head
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
-from .words import Word, as_words, parse_level
+from .words import Word, as_words, is_head_folder, parse_level
 
 Built = TypeVar("Built")
 # One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from ..quantizer.source_config import is_gguf
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
 # Views of the target by the word in front of their number, and what that counts.
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
+_HEAD_CLASS = "Eagle3"  # in the names of all classes of such heads
 _OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
 
 
@@ -66,6 +68,21 @@ def parse_level(text: str) -> Word:
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def is_head_folder(path: str) -> bool:
+    """Whether a folder's config.json is of a head that drafts with its target's hidden states, read here or not."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        said = json.loads(file.read_bytes())
+    except ValueError:
+        return False  # whoever loads a model from it says what is wrong
+    if not isinstance(said, dict):
+        return False
+    names = said.get("architectures") or []
+    return "speculators_model_type" in said or any(_HEAD_CLASS in str(name) for name in names)
 
 
 def _is_cast(text: str) -> bool:
