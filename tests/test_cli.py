@@ -129,8 +129,7 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     every = ", ".join(name.removesuffix("ForCausalLM") for name in sorted(KNOWN))
     assert f"  whole decoders compiled: {every if told['compiled_decoder'] else 'none'}\n" in shown
     alone = "Glm4Moe, HunYuanDenseV1, Qwen3Next, Qwen3_5, Qwen3_5Moe"
-    assert f"  of these on a CPU, not on a GPU: {alone}
-" in shown
+    assert f"  of these on a CPU, not on a GPU: {alone}\n" in shown
     assert bool(told["compiled_decoder"]) == (told["kernels_problem"] is None)
 
 
