@@ -97,6 +97,21 @@ def test_a_row_without_its_state_is_read_again(model, back):
     assert torch.equal(engine.feed([changed])[0, 0], alone(model, changed))
 
 
+def test_a_row_that_begins_anew_knows_its_first_inputs(model):
+    row, engine = ids(length=60)[0], engine_over(model)
+    for end in range(1, 61):
+        engine.feed([row[:end]])
+    engine.lengths = [0]
+    engine.score([row[:20]], [row[20:26]])
+    engine.lengths = [4]
+    before = engine.forwards
+    assert torch.equal(engine.feed([row[:5]])[0, 0], alone(model, row[:5]))
+    assert engine.lengths == [5] and engine.forwards == before + 1
+    engine.score([row[:5]], [row[5:45]])  # a wider window
+    engine.lengths = [30]
+    assert torch.equal(engine.feed([row[:31]])[0, 0], alone(model, row[:31]))
+
+
 @pytest.mark.parametrize("length", [40, MOST_WINDOW + 60])
 def test_long_drafts(model, length):
     row, engine = ids(length=MOST_WINDOW + 90)[0], engine_over(model)

@@ -88,6 +88,9 @@ class Feeder {
         marks_.insert(marks_.end(), {{own.lengths(row), length}, {&own.first(row), std::max<int64_t>(length - own.before, 0)},
                                      {&own.end(row), length}});
       }
+    } else if (length == 0) {  // also of a row whose first inputs are there no more
+      own.forget(row);
+      state_ = RecurrentStates::kZeros;
     } else {
       state_ = settled(own, row, length);
       own.cut(row, length);
