@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import hf_mlspec
 from eval.train_head.head import Head
-from hf_mlspec import generate_stream
+from hf_mlspec import Request, generate_stream
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.head import HeadEngine
 from hf_mlspec.engines.modules.attention import ragged_attention_on
@@ -187,6 +187,30 @@ def test_a_stream_of_rows_that_join_and_leave(dtype, tmp_path):
             how = {"assistant_models": levels, "speculation_config": config, "max_batch": 3, **reading}
             lines.append({one.id: one.sequence for one in generate_stream(target, asked, **how)})
     assert all(line == lines[0] for line in lines)
+
+
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+def test_rows_join_a_stream_whose_head_has_failed(dtype, tmp_path, monkeypatch):
+    """Then nobody keeps in step with the rows what the target would write for it."""
+    target = TARGETS[dtype]
+    folder = str(write_head(tmp_path, target))
+    how = {"max_batch": 3, "do_sample": False, "eos_token_id": None}
+    config = {"prepare": dtype == torch.bfloat16}
+
+    def asked():
+        yield Request([5, 6, 7], id=0, max_new_tokens=30)
+        yield from [None] * 4  # rounds in which the first row is alone, and its head fails
+        for n in range(1, 4):
+            yield Request([5, 6, 7 + n], id=n, max_new_tokens=20)
+
+    lines = []
+    for levels, limits in (([], {}), ([folder], {"num_draft_tokens": 2})):
+        told = {"assistant_models": levels, "speculation_config": config | limits}
+        lines.append({one.id: (one.sequence, one.error) for one in generate_stream(target, asked(), **told, **how)})
+        monkeypatch.setattr(HeadEngine, "_feed", lambda self, rows, alive: 1 / 0)
+    assert lines[0] == lines[1]
+    assert hf_mlspec.last_stats(target).levels_error
 
 
 def test_draws_of_a_seed_do_not_depend_on_the_head(target, tmp_path):
