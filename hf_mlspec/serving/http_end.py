@@ -106,7 +106,7 @@ class HttpEnd:
         self._unsent.put(ForkingPickler.dumps(message))  # what cannot be pickled is its sender's error
 
     def _write(self) -> None:
-        """Send, in a thread, what is to be sent, to the end of the connection. Where it breaks, `_read` hears of it."""
+        """Send what is to be sent, in a thread, until `_ended`. Where the connection breaks, `_read` hears of it."""
         with self.connection, contextlib.suppress(OSError):
             while (message := self._unsent.get()) is not None:
                 self.connection.send_bytes(message)
