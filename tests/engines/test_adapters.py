@@ -230,6 +230,7 @@ def test_peft_itself():
         seen.append(written(wrapped, ["mxfp4"]))
         assert seen[-1] == written(wrapped) == written(wrapped, ["early_exit:1", "prompt_lookup"])
     assert seen[0] != seen[1] != seen[2]
+    assert hf_mlspec.last_stats(wrapped) is hf_mlspec.last_stats(model) is not None
     with wrapped.disable_adapter():
         assert written(wrapped, ["mxfp4"]) == bare
     wrapped.merge_adapter()
