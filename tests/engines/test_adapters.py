@@ -213,7 +213,7 @@ def test_what_the_decoder_holds():
 
 def test_peft_itself():
     """The same through PEFT, where it is installed: a PeftModel, switched, disabled and merged."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (extra test)")
     model = tiny("llama", dtype=torch.bfloat16)
     bare = written(model, ["mxfp4"])
     config = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
