@@ -73,7 +73,7 @@ class CpuEngine(CpuRows):
         fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
         kept = [len(guess) + 1 if on else 0 for guess, on in zip(guesses, alive, strict=True)]
         tokens, counts = _flat(fed)
-        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max(kept))
+        self._reserve(max(start + count for start, count in zip(starts, counts, strict=True)))
         begin = time.perf_counter()
         best, confidence, logits = self._scored(tokens, counts, starts, kept, want_confidence, want_logits)
         self._count(1, time.perf_counter() - begin)
@@ -92,10 +92,11 @@ class CpuEngine(CpuRows):
         self._read_ahead(rows, limits)
         starts = self._starts(rows)
         tokens, counts = _flat(_busy(rows, starts, limits))
-        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit), max(limits))
+        self._reserve(max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit))
         begin = time.perf_counter()
+        how = *self._view, *self._states(starts, max(limits))
         drafted, forwards, _ = self.decoder.call(
-            "draft", self.cache.kv, tokens, counts, starts, limits, threshold, *self._view, *self._states(starts)
+            "draft", self.cache.kv, tokens, counts, starts, limits, threshold, *how
         )
         self._count(forwards, time.perf_counter() - begin)
         self.lengths = [
@@ -126,11 +127,11 @@ class CpuEngine(CpuRows):
         bases = [min(pair) for pair in zip(own, small, strict=True)]
         tokens, counts = _flat(_busy(rows, bases, limits))
         end = max(len(row) + limit for row, limit in zip(rows, limits, strict=True) if limit)
-        self._reserve(end, max(limits))
-        tiny._reserve(end, max(limits))
+        self._reserve(end)
+        tiny._reserve(end)
         begin = time.perf_counter()
         caches = self.cache.kv, own, tiny.decoder.handle, tiny.cache.kv, small
-        states = *self._states(own), *tiny._states(small)
+        states = *self._states(own, max(limits)), *tiny._states(small, max(limits))
         options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view, *states
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
             self.decoder.call("draft_checked", *caches, tokens, counts, bases, limits, *options)
@@ -173,7 +174,8 @@ class CpuEngine(CpuRows):
         self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One call of the compiled decoder; the hidden states of what it feeds go to the tap."""
-        call = self.cache.kv, tokens, counts, starts, kept, *wanted, *self._view, *self._states(starts)
+        how = *wanted, *self._view, *self._states(starts, max(kept))
+        call = self.cache.kv, tokens, counts, starts, kept, *how
         if self.tap is None:
             return self.decoder.call("score", *call)
         fed = [count if own else 0 for count, own in zip(counts, kept, strict=True)]

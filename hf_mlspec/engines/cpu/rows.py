@@ -65,17 +65,12 @@ class CpuRows(DecoderRows):
         starts = [min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
         return starts if self.states is None else lowered(self, starts)
 
-    def _reserve(self, slots: int, checked: int = 0) -> None:
-        """checked: tokens of a row that may be rejected."""
-        super()._reserve(slots)
-        if self.states is not None:
-            self.states.reserve(checked)
-
-    def _states(self, starts: list[int]) -> tuple[list[Tensor], list[int]]:
+    def _states(self, starts: list[int], checked: int = 0) -> tuple[list[Tensor], list[int]]:
         """What recurrent layers keep, of this engine and of those that it follows, and per row whose state it begins
-        with: 0, its own."""
+        with: 0, its own. checked: tokens of a row that may be rejected."""
         if self.states is None:
             return [], []
+        self.states.reserve(checked)
         owners = owners_of(self)
         tensors = [tensor for owner in owners for tensor in owner.states.tensors]
         return tensors, [source_of(owners, r, start) for r, start in enumerate(starts)]
