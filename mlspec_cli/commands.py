@@ -313,7 +313,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_info(commands: Any) -> None:
-    parser = commands.add_parser("info", help="versions, devices, and the kernel behind every op")
+    parser = commands.add_parser("info", help="versions, devices, formats and kernels")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="a checkpoint: what mlspec inspect tells of it")
     parser.add_argument("--kernels", action="store_true", help="a table of the kernel behind every op, too")
     add_json(parser)

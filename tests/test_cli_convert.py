@@ -108,3 +108,8 @@ def test_nothing_to_inspect_is_refused(capsys, packed, tmp_path):
     assert "model.safetensors is damaged" in refusal(capsys, "inspect", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "mlspec inspect: " in refusal(capsys, "inspect", tmp_path)
+
+
+def test_a_trained_head_is_no_model_to_inspect(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}', encoding="utf-8")
+    assert "holds a trained head, which is no model: give it as a level" in refusal(capsys, "inspect", tmp_path)

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import ops
 from ..calibration.methods import WORDS, formats_of
 from ..checkpoints.readers import READERS
 from ..engines.architecture import KNOWN, ON_THE_CPU_ALONE
+from ..engines.architecture.families.wrappers import WRAPPERS
 from ..formats import FORMATS, Format
 from ..integration.costs.file import CACHE_VARIABLE, cache_folder
 from ..integration.hook import enabled
@@ -53,7 +55,9 @@ def run_info(args: argparse.Namespace) -> int:
              "checkpoints": {method: _stock(method) for method in READERS},
              "compiled_decoder": sorted(KNOWN) if has_compiled_decoder() else [],
              "compiled_on_the_cpu_alone": sorted(ON_THE_CPU_ALONE),
-             "server": _server(),
+             "compiled_text_models_of": sorted(WRAPPERS) if has_compiled_decoder() else [],
+             "server": _installed("serve", SERVER_PACKAGES),
+             "batch_workers": _installed("ray", ("ray",)),
              "streams": f"prompts in chunks of {PREFILL_CHUNK} tokens, kept prefixes (prefix_cache): compiled models",
              "hook": "on" if enabled() else "off",
              "costs_folder": str(cache_folder() / "costs"),
@@ -88,10 +92,12 @@ def _show_all(found: dict[str, Any], problem: str | None) -> None:
     show(console, "checkpoints that hf_mlspec.load reads", ("", "in from_pretrained"), others)
     state = [("whole decoders compiled", _classes(found["compiled_decoder"])),
              ("of these on a CPU, not on a GPU", _classes(found["compiled_on_the_cpu_alone"])),
+             ("the text models inside of", _classes(found["compiled_text_models_of"])),
              ("generate takes assistant_models", found["hook"]),
              ("routers (mlspec route)", f"{found['routers']['of']}: {', '.join(map(str, WIDTHS))} planes"),
              ("planes streamed (plane_budget)", f"{', '.join(found['streamed_planes']['to'])}: {TOP_PLANES} stay"),
              ("mlspec serve", found["server"]),
+             ("mlspec batch --workers, --ray", found["batch_workers"]),
              ("streams (generate_stream)", found["streams"]),
              ("costs of forward passes are kept in", found["costs_folder"]),
              ("what calls learned is kept in", found["learned_folder"]),
@@ -99,14 +105,15 @@ def _show_all(found: dict[str, Any], problem: str | None) -> None:
     show(console, "state", ("", "value"), state)
 
 
-def _server() -> str:
-    """Whether what a server needs is installed."""
-    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
-    return f"lacks {', '.join(missing)}: pip install 'hf-mlspec[serve]'" if missing else "can run"
+def _installed(extra: str, packages: Sequence[str]) -> str:
+    """Whether the packages of an extra are installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"lacks {', '.join(missing)}: pip install 'hf-mlspec[{extra}]'" if missing else "can run"
 
 
 def _classes(names: list[str]) -> str:
-    return ", ".join(name.removesuffix("ForCausalLM") for name in names) or "none"
+    short = [name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") for name in names]
+    return ", ".join(short) or "none"
 
 
 def _stock(method: str) -> str:

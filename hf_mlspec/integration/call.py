@@ -21,6 +21,7 @@ from ..engines.built import walking_once
 from ..engines.modules.attention import ragged_attention_on
 from ..engines.modules.states import row_by_row
 from ..engines.rows import require_memory
+from ..nn.adapters import without_wrapper
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
@@ -49,7 +50,7 @@ _FIRST_CAPACITY = 512  # slots for new tokens a cache has at first; it grows as 
 
 def last_stats(model: PreTrainedModel) -> SpeculationStats | None:
     """The counts of the last call of generate with levels on this model; None before the first one."""
-    return state_of(model).last_stats
+    return state_of(without_wrapper(model, "last_stats")).last_stats
 
 
 def keep_stats(model: PreTrainedModel, stats: SpeculationStats) -> None:

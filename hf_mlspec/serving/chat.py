@@ -39,8 +39,8 @@ class Chat:
     def prompts(self, body: dict[str, Any]) -> list[list[int]]:
         """The ids of the one prompt that a chat is. ApiError 400 for messages that are none."""
         if not getattr(self.tokenizer, "chat_template", None):
-            raise invalid("messages", "the model has no chat template: use /v1/completions, or start the server with "
-                                      "--chat-template", "no_chat_template")
+            raise invalid("messages", "the model has no chat template: send a prompt (/v1/completions) instead, or "
+                                      "give --chat-template", "no_chat_template")
         messages = body.get("messages")
         _check_messages(messages)
         tools, kwargs = body.get("tools"), body.get("chat_template_kwargs") or {}

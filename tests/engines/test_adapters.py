@@ -213,7 +213,7 @@ def test_what_the_decoder_holds():
 
 def test_peft_itself():
     """The same through PEFT, where it is installed: a PeftModel, switched, disabled and merged."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (extra test)")
     model = tiny("llama", dtype=torch.bfloat16)
     bare = written(model, ["mxfp4"])
     config = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -230,6 +230,7 @@ def test_peft_itself():
         seen.append(written(wrapped, ["mxfp4"]))
         assert seen[-1] == written(wrapped) == written(wrapped, ["early_exit:1", "prompt_lookup"])
     assert seen[0] != seen[1] != seen[2]
+    assert hf_mlspec.last_stats(wrapped) is hf_mlspec.last_stats(model) is not None
     with wrapped.disable_adapter():
         assert written(wrapped, ["mxfp4"]) == bare
     wrapped.merge_adapter()

@@ -68,7 +68,7 @@ def test_each_process_casts_its_part(tiny_model, mesh):
         x = torch.randn(3, 64)
         assert torch.equal(own.q_proj(x), expected.q_proj(x)[:, 32:])
     assert [vars(module).get("forward") for module in model.modules()] == forwards
-    with pytest.raises(ValueError, match="packed from a weight that processes share: pack and save the whole model"):
+    with pytest.raises(ValueError, match="is of a weight that processes share: pack and save the whole model"):
         cast.state_dict()
 
 

@@ -86,4 +86,4 @@ def test_a_nested_table_takes_the_place_of_no_rows():
     empty = decoder(torch.zeros(0, IN, dtype=torch.bfloat16))
     cache = torch.zeros(0, 2, 1, 2, 4, 32)
     with pytest.raises(ValueError, match="no embedding yet"):
-        empty.score(cache, [1], [1], [0], [1], False, False, 0, 0, 0)
+        empty.score(cache, [1], [1], [0], [1], False, False, 0, 0, 0, [], [])

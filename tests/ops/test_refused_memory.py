@@ -49,13 +49,14 @@ def decoder():
 
 
 def called(made, name):
-    kv, own = torch.zeros(1, 2, 1, 2, 64, 16), (0, 0, 0)
+    kv, view, states = torch.zeros(1, 2, 1, 2, 64, 16), (0, 0, 0), ([], [])
     ids, counts, starts = list(range(40)), [40], [0]
     if name == "score":
-        return made.score(kv, ids, counts, starts, [40], True, True, *own)[2].tolist()
+        return made.score(kv, ids, counts, starts, [40], True, True, *view, *states)[2].tolist()
     if name == "draft":
-        return made.draft(kv, ids, counts, starts, [3], 0.0, *own)[0]
-    return made.draft_checked(kv, [0], made, kv, [0], ids, counts, starts, [3], 2, 0.0, 0.0, *own, *own)[0]
+        return made.draft(kv, ids, counts, starts, [3], 0.0, *view, *states)[0]
+    how = *view, *view, *states, *states
+    return made.draft_checked(kv, [0], made, kv, [0], ids, counts, starts, [3], 2, 0.0, 0.0, *how)[0]
 
 
 for name in ("score", "draft", "draft_checked"):

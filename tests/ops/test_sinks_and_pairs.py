@@ -44,7 +44,7 @@ set_linear(made, "head", head)
 ids = torch.randint(VOCAB, (TOKENS,), generator=seeded).tolist()
 
 def score(tokens, start, cache):
-    return made.score(cache, tokens, [len(tokens)], [start], [len(tokens)], False, True, 0, 0, 0)[2]
+    return made.score(cache, tokens, [len(tokens)], [start], [len(tokens)], False, True, 0, 0, 0, [], [])[2]
 
 kv = torch.zeros(1, 2, 1, KV, 256, DIM)
 logits = score(ids, 0, kv)
