@@ -106,7 +106,7 @@ def test_a_row_that_begins_anew_knows_its_first_inputs(model):
     engine.lengths = [4]
     before = engine.forwards
     assert torch.equal(engine.feed([row[:5]])[0, 0], alone(model, row[:5]))
-    assert engine.lengths == [5] and engine.forwards == before + 1
+    assert (engine.lengths, engine.forwards) == ([5], before + 1)
     engine.score([row[:5]], [row[5:45]])  # a wider window
     engine.lengths = [30]
     assert torch.equal(engine.feed([row[:31]])[0, 0], alone(model, row[:31]))
