@@ -31,7 +31,7 @@ class Weight:
     NESTED, as ``ops.nested_linear`` takes them; zero_doubled: of PLANES. tables: of LUT, tiles of ``ops.prepack_lut``.
     high: of ZIPPER, ``split`` of ``ops.prepack_zipper``.
     order: int32 ``[in]``, a permutation, of packed weights but NESTED: column i multiplies element order[i] of the
-    input; None: element i. rotation: of o and down: what the input is multiplied by first; None: nothing.
+    input; None: element i. rotation: of o, down and delta_out: what the input is multiplied by first; None: nothing.
     activation_clip: of INT4, of its 4-bit activations.
     resident_planes: of PLANES that are streamed, how many are always where ``weight`` has them; the others are while
     the reader of the decoder (`set_plane_reader`) holds them there for ``key``. 0: all are there.
@@ -216,8 +216,9 @@ def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
 
 
 def set_linear(decoder, name: str, weight: Weight) -> None:
-    """Give the newest layer its linear `name` (q, k, v, o, gate, up, down), or the decoder its head. ValueError naming
-    what does not fit: q, k and v share their inputs and so their order, as do gate and up."""
+    """Give the newest layer its linear `name` (q, k, v, o, gate, up, down, or delta_* of a delta net), or the decoder
+    its head. ValueError naming what does not fit: q, k and v share their inputs and so their order, as do gate and
+    up."""
     _set_weight(decoder, name, weight)
     if weight.order is not None:
         decoder.set_order(name, weight.order)

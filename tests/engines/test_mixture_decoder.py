@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decoders import CPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
+from models import packed
 from torch import nn
 from warned import forget_warnings
 
@@ -20,6 +21,7 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.precision import OWN_BITS, Bits
@@ -209,6 +211,37 @@ def test_another_bias_of_the_choice_is_noticed():
     before, router = standing(model), model.model.layers[-1].mlp.gate
     router.e_score_correction_bias = router.e_score_correction_bias.neg()
     assert standing(model) != before
+
+
+@pytest.mark.parametrize("format", ["int4", "mxfp4", "nested", "planes"])
+def test_a_shared_expert_in_every_format(format):
+    dtype = torch.bfloat16 if format == "nested" else torch.float32
+    model = packed(random_model("qwen2-moe", dtype, **PACKED_MIXTURE, shared_expert_intermediate_size=64), format)
+    ids = some_ids(8)
+    exact, firm = exact_and_firm(model, ids)
+    found = scored_together(model, ids).double()
+    error = ((found - exact).norm(dim=-1) / exact.norm(dim=-1))[firm]
+    assert len(error) > 5
+    assert float(error.median()) < 0.02
+
+
+def test_a_shared_expert_whose_planes_are_streamed_runs_by_module():
+    model = random_model("qwen2-moe", torch.float32, **PACKED_MIXTURE, shared_expert_intermediate_size=64)
+    packed(model, "planes")
+    for linear in model.modules():
+        if isinstance(linear, PlanesLinear) and linear.out_features > 1:
+            linear.source = Streamed()
+    with pytest.raises(UnknownArchitecture, match="its shared expert has a sparse part, rows with escapes, or planes"):
+        CpuDecoder(model)
+
+
+class Streamed:
+    """Of planes that are always there the first is said to be."""
+
+    top = 1
+
+    def resident(self, linears):
+        return [(*linear.prepack_().parts("weight")[:2], linear.out_features) for linear in linears]
 
 
 def test_groups_without_enough_experts_and_a_broken_bias_are_named():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...formats.mxfp4 import BLOCK
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
-from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, Experts, Weight
+from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, ZIPPER, Experts, Weight
 from ..architecture import ExpertBlock, UnknownArchitecture
 from ..slots import require_experts
 
@@ -31,6 +31,8 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
     shared = {name: read(module, f"shared {name}") for name, module in block.shared.items()}
     if any(weight.order is not None or weight.rotation is not None for weight in shared.values()):
         raise UnknownArchitecture("its shared expert transforms its inputs")
+    if any(own.format == ZIPPER or own.escape_rows is not None or own.resident_planes for own in shared.values()):
+        raise UnknownArchitecture("its shared expert has a sparse part, rows with escapes, or planes that stream")
     require_experts(block, "CPU")
     weight = _packed if type(block.experts) is PackedExperts else _dense
     return Experts(

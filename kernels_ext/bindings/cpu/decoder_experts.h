@@ -101,6 +101,9 @@ inline void check_experts(const Experts& e, Bits bits, const std::string& what) 
   for (const Linear* linear : {&gate, &up, &down})
     TORCH_CHECK_VALUE(linear->weight && !linear->order && !linear->outliers && !linear->rotates(), what,
                       ": its shared expert is not whole, or transforms its inputs");
+  for (const Linear* linear : {&gate, &up, &down})
+    TORCH_CHECK_VALUE(linear->format != WeightFormat::kZipper && !linear->escaped.count && !linear->resident_planes, what,
+                      ": its shared expert has a sparse part, whole rows beside its fields, or planes that are streamed");
   TORCH_CHECK_VALUE(gate.format == up.format && gate.group == up.group && gate.at(bits) == up.at(bits) &&
                         gate.out_features == up.out_features && up.out_features == down.in_features,
                     what, ": gate, up and down of its shared expert do not fit together");

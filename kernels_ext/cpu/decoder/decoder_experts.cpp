@@ -225,6 +225,9 @@ void Decoder::plan_products(const Experts& experts) {
     args.weight = linear.weight, args.scale = linear.scale, args.zero = linear.zero, args.group = linear.group;
     args.bias = linear.bias, args.acts = &acts, args.y = y, args.y_stride = stride;
     args.in_features = linear.in_features, args.out_features = linear.out_features;
+    args.low = linear.low, args.codebook = linear.codebook, args.table_columns = linear.table_columns;
+    args.num_planes = planes_of(linear), args.stored_planes = linear.stored_planes;
+    args.plane_bytes = linear.plane_bytes, args.zero_doubled = linear.zero_doubled;
     to.add(kernel_for(linear), args, linear.bytes_per_tile(w.bits));
   };
   for (const Visit& visit : w.visits) {
