@@ -104,7 +104,8 @@ class HeadEngine(CachedRows):
     def _feed(self, rows: Rows, alive: list[bool]) -> None:
         """Read what the cache lacks of the rows that are alive; `_last` is what their last pairs give."""
         starts = [
-            self._first_pair(r, len(row)) if on else 0 for r, (row, on) in enumerate(zip(rows, alive, strict=True))
+            self._first_pair(r, len(row)) if on else max(self.lengths[r] - 1, self._base[r])  # behind what it holds
+            for r, (row, on) in enumerate(zip(rows, alive, strict=True))
         ]
         counts = [len(row) - 1 - start if on else 0 for row, start, on in zip(rows, starts, alive, strict=True)]
         slots = [start - base for start, base in zip(starts, self._base, strict=True)]
@@ -192,6 +193,8 @@ class HeadEngine(CachedRows):
         places = torch.tensor(begins)[:, None] + torch.arange(width)
         places = places.clamp(max=self.tap.states.shape[1] - 1).to(self.device)
         states = self.tap.states[torch.arange(len(rows), device=self.device)[:, None], places]
+        asked = torch.arange(width) < torch.tensor(counts)[:, None] - done
+        states = states.masked_fill(~asked.to(self.device)[..., None, None], 0)  # nobody wrote the others
         slots = [max(n - base, 0) for n, base in zip(begins, self._base, strict=True)]
         self._reserve(max(slots) + width)
         found = self._pass(tokens, self.model.join(states), slots)

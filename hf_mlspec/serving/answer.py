@@ -67,11 +67,7 @@ class Answer:
 
     async def start(self) -> None:
         """Hand all choices to the backend; ApiError where it cannot take them."""
-        try:
-            await self.backend.submit([choice.ask for choice in self.choices], self._news.put_nowait)
-        except BaseException:
-            self._timer.cancel()
-            raise
+        await self.backend.submit([choice.ask for choice in self.choices], self._news.put_nowait)
         self._of = {choice.ask.number: choice for choice in self.choices}
 
     async def steps(self) -> AsyncIterator[list[Step]]:

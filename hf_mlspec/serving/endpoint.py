@@ -44,13 +44,17 @@ class Endpoint:
         asked = read_asked(body, self.limits, set(self.style.fields), samples=self.samples)
         read = asyncio.get_running_loop().run_in_executor(self.reading, self._read, body, asked)
         answer = Answer(self.backend, asked, self.limits.seconds, self._every(asked))
-        for prompt, pieces in await read:
-            room = self._room(prompt, asked)
-            for seed, made in zip(asked.seeds, pieces, strict=True):
-                answer.add(prompt, room, seed, made)
-        if len(answer.choices) > self.limits.choices:
-            raise invalid("n", f"{len(answer.choices)} answers are asked for, at most {self.limits.choices} are given")
-        await answer.start()
+        try:
+            for prompt, pieces in await read:
+                room = self._room(prompt, asked)
+                for seed, made in zip(asked.seeds, pieces, strict=True):
+                    answer.add(prompt, room, seed, made)
+            if (count := len(answer.choices)) > self.limits.choices:
+                raise invalid("n", f"{count} answers are asked for, at most {self.limits.choices} are given")
+            await answer.start()
+        except BaseException:
+            answer.cancel()  # its clock, too: it may be set for years
+            raise
         return Reply(self, answer, name or uuid.uuid4().hex, int(time.time()) if created is None else created)
 
     def _every(self, asked: Asked) -> float | None:

@@ -137,6 +137,22 @@ def test_a_row_whose_beginning_was_read_elsewhere_is_drafted_from_its_end(target
     assert torch.isfinite(behind).all()
 
 
+def test_a_row_that_waits_says_no_nonsense_and_keeps_what_it_has(target, tmp_path):
+    """Of one row nothing is known but memory that nobody wrote; one was read from its middle on, and waits."""
+    write_head(tmp_path, target)
+    rows = [ROW, ROW[:6], ROW[:5]]
+    _, made = drafting(target, tmp_path, "modules", rows)
+    made.tap.forget(1)
+    made.tap.states[1] = torch.nan
+    made.tap.first[2] = 2
+    with torch.inference_mode():
+        made.feed(rows, alive=[False, False, True])
+        held = made.cache.kv[:, :, 2, :, :2].clone()
+        behind = made.feed(rows, alive=[True, False, False])
+    assert torch.isfinite(behind).all()
+    assert torch.equal(made.cache.kv[:, :, 2, :, :2], held)
+
+
 CHAINS = {
     "head": lambda folder: [folder],
     "cast, head": lambda folder: ["mxfp4", folder],

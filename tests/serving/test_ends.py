@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hf_mlspec.serving.backend_end import BackendEnd
-from hf_mlspec.serving.errors import ApiError
+from hf_mlspec.serving.endpoint import Endpoint
+from hf_mlspec.serving.errors import ApiError, invalid
 from hf_mlspec.serving.http_end import HttpEnd
-from hf_mlspec.serving.messages import Ask, State
+from hf_mlspec.serving.limits import Limits
+from hf_mlspec.serving.messages import Ask, Facts, Setup, State
 
 
 class Taking:
@@ -76,3 +79,23 @@ def test_a_defect_at_the_end_of_the_backend_leaves_nobody_waiting():
     asyncio.run(ask())
     assert end.join(10)
     assert backend.cancelled
+
+
+def test_a_request_that_is_refused_leaves_no_clock():
+    """A batch sets it for years, and has as many lines as it likes."""
+    class Style:
+        fields, writing = frozenset({"prompt"}), None
+
+        def prompts(self, body):
+            raise invalid("prompt", "no prompt")
+
+    async def ask() -> list:
+        _, _, http = ends()
+        http.open()
+        setup = Setup(Facts("llama", 64, 64, False), None, "m", [], Limits(), 0.0, 0.0)
+        with ThreadPoolExecutor(1) as reading, pytest.raises(ApiError, match="no prompt"):
+            await Endpoint(Style(), http, setup, reading).answer({"prompt": "x"})
+        http.leave()
+        return [clock for clock in asyncio.get_running_loop()._scheduled if not clock.cancelled()]
+
+    assert asyncio.run(ask()) == []
