@@ -20,7 +20,7 @@ from ..serving.backend import Backend
 from ..serving.backend_end import BackendEnd
 from ..serving.completions import Completions
 from ..serving.endpoint import Endpoint
-from ..serving.errors import ApiError
+from ..serving.errors import ApiError, failed
 from ..serving.http_end import HttpEnd
 from ..serving.limits import Limits
 from ..serving.messages import Facts, Setup
@@ -104,10 +104,16 @@ class Worker:
         return told, sorted({name for one in read if isinstance(one, Line) for name in one.unread})
 
     def close(self) -> None:
-        """Decode no more."""
-        if self._backend is not None:
-            self._backend.cancel()
-            self._backend.join(5.0)
+        """Decode no more; threads and connection end, in the event loop of the calls."""
+        if self._backend is None:
+            return
+        self._backend.cancel()
+        self._backend.join(5.0)
+        self._reading.shutdown(wait=False)
+        if self._asking is None:
+            self._other.close()
+        else:
+            self._asking.leave()
 
     def _read(self, number: int, text: bytes) -> Line | dict[str, Any]:
         try:
@@ -116,17 +122,21 @@ class Worker:
             return unanswered(number, error)
 
     async def _answered(self, line: Line) -> dict[str, Any]:
-        """An answer that failed while others were decoded beside it is asked for once more."""
+        """An answer that failed while others were decoded beside it is asked for once more. What nobody foresaw is
+        said of its line alone, as a server would: the others have answers."""
+        endpoint = self._at(line.url)
         for last in (False, True):
             try:
                 # created is 0: the same file, whenever it is written.
-                reply = await self._at(line.url).answer(dict(line.body), name=line.name, created=0)
+                reply = await endpoint.answer(dict(line.body), name=line.name, created=0)
                 return answered(line, 200, await reply.whole())
             except ApiError as error:
                 if error.status == _NOT_DECODING:
                     raise WorkerLost(error.message) from error
                 if error.status != _FAILED or last:
                     return answered(line, error.status, error.body())
+            except Exception as error:
+                return answered(line, _FAILED, failed(f"{type(error).__name__}: {error}").body())
         raise AssertionError("the last attempt has an answer")
 
 

@@ -20,7 +20,7 @@ from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
 from ..precision import Bits
-from .architecture import CPU, KNOWN
+from .architecture import CPU, KNOWN, routing_said
 from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
@@ -202,13 +202,9 @@ def _held(parameters: list[nn.Parameter]) -> int:
 
 
 def _routing(model: nn.Module, walk: Walk) -> tuple:
-    """What the routers of a mixture say beside their weights: experts a token, and whether its weights sum to 1."""
+    """What the routers and experts of a mixture say beside their weights."""
     entry = KNOWN.get(type(model).__name__)
-    if entry is None or entry.experts is None:
-        return ()
-    names = entry.experts.chosen, entry.experts.renormalize
-    said = [[vars(module)[name] for name in names if name in vars(module)] for module in walk.modules]
-    return tuple([tuple(found) for found in said if found])
+    return () if entry is None or entry.experts is None else routing_said(entry.experts, walk.modules)
 
 
 def switches(model: nn.Module) -> list[PrecisionSwitch]:

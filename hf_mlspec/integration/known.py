@@ -75,7 +75,7 @@ def asked_of(
     levels: Sequence[Any], tokenizers: Sequence[Any] | None, tokenizer: Any, config: SpeculationConfig, settings: str
 ) -> tuple | None:
     """What tells the levels of a call from those of others; None for levels that every call has to build."""
-    if not levels or config.router is not None:
+    if not isinstance(levels, (list, tuple)) or not levels or config.router is not None:
         return None
     if not all(isinstance(level, (str, os.PathLike, PreTrainedModel)) for level in levels):
         return None

@@ -44,6 +44,10 @@ class PlaneSource(Protocol):
         """A block inside of which the first ``num_planes`` planes are there: plane_tiles, which may store no others,
         and scale_tiles. Errors where a plane cannot be had."""
 
+    def alone(self) -> AbstractContextManager:
+        """A block inside of which no other thread reads. Who asks for planes while a team of threads computes begins
+        it first: another thread may read them and wait for its own turn to compute."""
+
     def resident(self, linears: Sequence[PlanesLinear]) -> list[tuple[Tensor, Tensor, int]]:
         """The ``top`` planes of layers that read the same inputs, where they stay for as long as they are streamed:
         plane_tiles, scale_tiles and outputs, of all layers together where tiles allow it, else of each. Moves them on

@@ -85,7 +85,7 @@ def local_linear(linear: nn.Linear) -> nn.Linear:
 
 def split_as(packed: nn.Module, linear: nn.Linear, style: str) -> nn.Module:
     """The packed layer of a part, in the place of a sharded linear: its bias, its widths and its style."""
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     packed.register_parameter("bias", linear.bias)
     packed.in_features, packed.out_features = linear.in_features, linear.out_features

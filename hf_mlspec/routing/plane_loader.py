@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -151,6 +151,10 @@ class PlaneLoader:
             if fetch is not None:
                 self._used(layer, fetch)
             self._fetch_ahead(num_planes > self.top)
+
+    def alone(self) -> AbstractContextManager:
+        """As `PlaneSource.alone`."""
+        return self._lock
 
     def resident(self, linears: Sequence[PlanesLinear]) -> list[tuple[Tensor, Tensor, int]]:
         """As `PlaneSource.resident`."""

@@ -50,13 +50,17 @@ class BackendEnd:
             self.connection.send(message)
 
     def _run(self, backend: Backend, watch: Watch) -> None:
+        """However it ends, nobody waits for this end, and this one for nobody."""
         try:
-            while True:
-                self._take(self.connection.recv(), backend, watch)
-        except (EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._take(self.connection.recv(), backend, watch)
+        finally:
             self.gone = True
             backend.cancel()
             self.ready.set()
+            with self._sending:
+                self.connection.close()
 
     def _take(self, message: Any, backend: Backend, watch: Watch) -> None:
         match message:

@@ -27,12 +27,19 @@ class Completions:
         if not isinstance(prompt, list) or not prompt or not all(isinstance(p, str) or _all(p, int) for p in prompt):
             raise invalid("prompt", "prompt must be a text, a list of token ids, or a list of either, none of "
                                     "them empty")
-        found = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompt]
+        found = [self._ids(one) if isinstance(one, str) else one for one in prompt]
         if not all(found):
             raise invalid("prompt", "a prompt has no tokens; write at least one")
         if not all(0 <= token < self.vocab_size for ids in found for token in ids):
             raise invalid("prompt", f"a token id of a prompt is not below {self.vocab_size}, the vocabulary's size")
         return found
+
+    def _ids(self, text: str) -> list[int]:
+        """JSON may hold what is no text: half of a surrogate pair."""
+        try:
+            return self.tokenizer(text)["input_ids"]
+        except (TypeError, UnicodeError) as error:
+            raise invalid("prompt", f"a prompt cannot be read, is it whole? {text[:40]!r}") from error
 
     def pieces(self, body: dict[str, Any], prompt: list[int], stops: list[str]) -> PlainPieces:
         """What shows an answer to this prompt."""

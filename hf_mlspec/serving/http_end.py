@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import itertools
 import os
+import queue
+import socket
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from .errors import ApiError
-from .messages import Ask, Cancel, Close, Ended, Look, News, Replied, State, Submit, Told
+from .messages import Ask, Cancel, Close, Ended, Look, News, Ready, Replied, State, Submit, Told
 
 Listener = Callable[[News], None]
 _PATIENCE = 5.0  # seconds for the backend to say how it is
@@ -20,11 +24,15 @@ _PATIENCE = 5.0  # seconds for the backend to say how it is
 class HttpEnd:
     """Asks a backend in another process, and lets listeners hear what it tells. All of it in one event loop.
 
+    A thread of its own writes: an event loop that waits for the other end to read reads nothing itself, and where the
+    other end waits for that, too, both wait for ever.
+
     on_end: called when the other end is gone.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection, self.gone = connection, False
+        self._unsent: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self.on_end: Callable[[], None] | None = None
         self._numbers = itertools.count()
         self._listeners: dict[int, Listener] = {}  # of requests that have not ended
@@ -35,6 +43,14 @@ class HttpEnd:
         handle = self.connection.fileno()
         asyncio.get_running_loop().add_reader(handle, self._read)
         os.set_blocking(handle, True)  # uvloop lets it be none; messages are read and written whole
+        threading.Thread(target=self._write, name="mlspec-asking", daemon=True).start()
+
+    def leave(self) -> None:
+        """Ask and hear nothing any more; the other end hears that this one is gone."""
+        if not self.gone:
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)  # whoever waits in it, at either end, waits no longer
+            self._ended()
 
     async def submit(self, asks: list[Ask], listener: Listener) -> None:
         """All of them, or none: ApiError where they cannot be taken. Their numbers are set; the listener hears of
@@ -61,6 +77,10 @@ class HttpEnd:
         except (TimeoutError, asyncio.TimeoutError):
             raise _silent(f"nothing heard of it for {_PATIENCE:.0f} seconds") from None
 
+    def ready(self) -> None:
+        """HTTP is answered from now on."""
+        self._send(Ready())
+
     def close(self) -> None:
         """Take no more requests."""
         self._send(Close())
@@ -83,9 +103,13 @@ class HttpEnd:
         return answer
 
     def _send(self, message: Any) -> None:
-        """The other end always reads. Where it is gone, `_read` hears of it."""
-        with contextlib.suppress(OSError):
-            self.connection.send(message)
+        self._unsent.put(ForkingPickler.dumps(message))  # what cannot be pickled is its sender's error
+
+    def _write(self) -> None:
+        """Send what is to be sent, in a thread, until `_ended`. Where the connection breaks, `_read` hears of it."""
+        with self.connection, contextlib.suppress(OSError):
+            while (message := self._unsent.get()) is not None:
+                self.connection.send_bytes(message)
 
     def _read(self) -> None:
         try:
@@ -111,6 +135,7 @@ class HttpEnd:
         """Everybody who waits is told."""
         self.gone = True
         asyncio.get_running_loop().remove_reader(self.connection.fileno())
+        self._unsent.put(None)
         error = _silent("its process is gone")
         for reply in self._replies.values():
             if not reply.done():

@@ -23,7 +23,7 @@ from .chat import Chat
 from .completions import Completions
 from .endpoint import Endpoint
 from .http_end import HttpEnd
-from .messages import Ready, Setup
+from .messages import Setup
 
 TO_TELL = 5.0  # seconds that answers have to be told of their end
 
@@ -51,16 +51,17 @@ class HttpServer(uvicorn.Server):
         self.backend.on_end = self._leave
         self.backend.open()
         await super().startup(sockets)
-        self.backend.connection.send(Ready())
+        self.backend.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse what is new, wait, tell the rest, close."""
+        """Refuse what is new, wait, tell the rest, close; the backend hears that HTTP is over."""
         self.backend.close()
         over = asyncio.get_running_loop().call_later(self.grace, self.backend.cancel_all)
         try:
             await super().shutdown(sockets)
         finally:
             over.cancel()
+            self.backend.leave()
 
     def _leave(self) -> None:
         self.should_exit = True

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -65,24 +66,30 @@ def test_answers_are_those_of_generate_alone(tmp_path, capsys):
     sampled = {"custom_id": "s", "url": "/v1/completions", "method": "POST",
                "body": {"prompt": "import ", "max_tokens": 8, "temperature": 0.8, "top_k": 40, "seed": 5,
                         "return_token_ids": True}}  # fmt: skip
-    file = written(tmp_path / "in.jsonl", [*asked, sampled, "not json", {**asked[0], "max_tokens": 0}])
+    half = {"prompt": "half of a pair: \ud83d"}  # JSON, and no text
+    file = written(tmp_path / "in.jsonl", [*asked, sampled, "not json", {**asked[0], "max_tokens": 0}, half])
     options = file, tmp_path / "out", "--level", f"mxfp4+{DRAFT}", "--lines-per-file", 3, "--slots", 4
-    assert command(*options, "--json") == 2  # two lines have no answer
+    assert command(*options, "--json") == 2  # three lines have no answer
     captured = capsys.readouterr()
     told = json.loads(captured.out)
-    assert (told["lines"], told["failed"], told["lost_workers"]) == (10, 2, 0)
+    assert (told["lines"], told["failed"], told["lost_workers"]) == (11, 3, 0)
     assert "line 9: no JSON" in captured.err
     assert "line 10: max_tokens is 0" in captured.err
+    assert r"line 11: a prompt cannot be read, is it whole? 'half of a pair: \ud83d'" in captured.err
+    for thread in threading.enumerate():  # of a worker that is closed none goes on
+        if thread.name.startswith("mlspec-"):
+            thread.join(10)
+            assert not thread.is_alive(), thread
     found, alone = answers(tmp_path / "out"), Alone()
-    assert [answer["line"] for answer in found] == list(range(1, 11))
-    assert [answer["custom_id"] for answer in found] == [*(line["custom_id"] for line in asked), "s", None, "r0"]
+    assert [answer["line"] for answer in found] == list(range(1, 12))
+    assert [answer["custom_id"] for answer in found] == [*(line["custom_id"] for line in asked), "s", None, "r0", None]
     for line, answer in zip(asked, found[:7], strict=True):
         assert answer["response"]["body"]["choices"][0]["token_ids"] == alone.ids(line)
     torch.manual_seed(5)
     expected = alone.ids(sampled["body"], do_sample=True, temperature=0.8, top_k=40)
     assert found[7]["response"]["body"]["choices"][0]["token_ids"] == expected
     assert command(*options) == 2  # nothing is left to do
-    assert "10 lines, 10 of them answered before" in capsys.readouterr().out
+    assert "11 lines, 11 of them answered before" in capsys.readouterr().out
 
 
 def test_another_job_in_the_folder_is_refused(tmp_path, capsys):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -154,7 +155,9 @@ def test_what_cannot_be_rotated_is_named():
         rotate(model)
     with pytest.raises(ValueError, match=r"down_proj is dense and transforms its inputs \(hadamard\)|o_proj is dense"):
         model.state_dict()
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is unknown, choose one of LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="BloomForCausalLM is unknown, choose one of LlamaForCausalLM"):
+        rotate(AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=50)))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel takes the mean off what it norms"):
         rotate(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)))
     with pytest.raises(ValueError, match="already quantized"):
         rotate(hf_mlspec.direct_cast(model_of("mistral", torch.bfloat16, intermediate_size=32 * 9), "mxfp4"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
-from decoders import HYBRIDS, random_model
+from decoders import HYBRIDS, PACKED_SHAPE, packed_model, random_model
+from models import packed
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import UnknownArchitecture
@@ -12,6 +15,8 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.recurrent import MOST_WINDOW
+from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -92,6 +97,22 @@ def test_a_row_without_its_state_is_read_again(model, back):
     assert torch.equal(engine.feed([changed])[0, 0], alone(model, changed))
 
 
+def test_a_row_that_begins_anew_knows_its_first_inputs(model):
+    row, engine = ids(length=60)[0], engine_over(model)
+    for end in range(1, 61):
+        engine.feed([row[:end]])
+    engine.lengths = [0]
+    engine.score([row[:20]], [row[20:26]])
+    engine.lengths = [4]
+    before = engine.forwards
+    assert torch.equal(engine.feed([row[:5]])[0, 0], alone(model, row[:5]))
+    assert engine.lengths == [5]
+    assert engine.forwards == before + 1
+    engine.score([row[:5]], [row[5:45]])  # a wider window
+    engine.lengths = [30]
+    assert torch.equal(engine.feed([row[:31]])[0, 0], alone(model, row[:31]))
+
+
 @pytest.mark.parametrize("length", [40, MOST_WINDOW + 60])
 def test_long_drafts(model, length):
     row, engine = ids(length=MOST_WINDOW + 90)[0], engine_over(model)
@@ -144,6 +165,72 @@ def test_an_interrupted_check(model, monkeypatch):
             engine.score([row[:21]], [[4, 5, 6]])
     engine.lengths = [20]
     assert torch.equal(engine.feed([row[:22]])[0, 0], alone(model, row[:22]))
+
+
+class Planes:
+    """Where a model "streams" planes from that are always there; `left` readings more, then it fails."""
+
+    top, left = 1, 10**6
+
+    def __init__(self, model):
+        for linear in model.modules():
+            if isinstance(linear, PlanesLinear):
+                linear.source = self
+
+    def alone(self):
+        return nullcontext()
+
+    def resident(self, linears):
+        return [(*linear.prepack_().parts("weight")[:2], linear.out_features) for linear in linears]
+
+    @contextmanager
+    def reading(self, linear, num_planes):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("no more planes")
+        yield
+
+
+def test_a_check_whose_planes_could_not_be_had():
+    model = packed_model("qwen3.5", "planes", num_planes=4)
+    source, row = Planes(model), ids()[0]
+    engine, fresh = engine_over(model), alone(model, row[:13])
+    engine.feed([row[:20]])
+    source.left = 9  # behind the first layer: what it keeps of tokens is overwritten
+    with pytest.raises(OSError, match="no more planes"):
+        engine.score([row[:20]], [row[20:44]])
+    source.left, engine.lengths = 10**6, [12]
+    assert torch.equal(engine.feed([row[:13]])[0, 0], fresh)
+
+
+def test_rounds_of_more_tokens_than_can_be_taken_back(model):
+    row, count = ids()[0], MOST_WINDOW + 30
+    middle = engine_over(model)
+    tiny = engine_over(hf_mlspec.early_exit(model, 2), follow=middle)
+    how = {"num_draft_tokens": count, "tiny_threshold": 0.0, "threshold": 0.0}
+    (found,), *_ = middle.draft_checked(tiny, [row], [count], **how)
+    assert found == engine_over(model).draft([row], [count], 0.0)[0]
+
+
+def test_weights_in_two_formats_of_which_one_is_dequantized():
+    model = random_model("qwen3.5", torch.bfloat16, **PACKED_SHAPE)
+    dense = {name: own for name, own in model.named_modules() if name.endswith(("in_proj_b", "in_proj_a"))}
+    packed(model, "int4")
+    for name, own in dense.items():
+        model.set_submodule(name, own)
+    row = ids()[0]
+    fused = alone(model, row)
+    next(own for own in model.modules() if isinstance(own, PackedLinear)).switch.multiply = "dequant"
+    assert float((alone(model, row) - fused).norm() / fused.norm()) < 0.05
+
+
+def test_no_adapter_where_none_is_added(model):
+    handle = CpuDecoder(model).handle
+    with pytest.raises(ValueError, match=r"delta_out\.adapter: only q, k"):
+        handle.set_adapter("delta_out", torch.ones(2, 160), torch.ones(64, 2))
+    handle.set_adapter("down", torch.ones(2, 172), torch.ones(64, 2))
+    with pytest.raises(ValueError, match=r"down\.hadamard: set the linear first, no adapter"):
+        handle.set_hadamard("down", None, 4, 1)
 
 
 def test_a_state_that_is_not_there_is_an_error(model):

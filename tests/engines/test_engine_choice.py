@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 CLASSES = {"modules": ModuleEngine, "cpu": CpuEngine, "cuda": CudaEngine}
 ABLE = {
-    "modules": Capabilities(by_module=True),
-    "cpu": Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True),
+    "modules": Capabilities(by_module=True, tapped=True),
+    "cpu": Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True),
     "cuda": Capabilities(capturable=True, bit_exact=True, draft_window=True),
 }
 

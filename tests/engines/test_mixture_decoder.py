@@ -13,6 +13,7 @@ from warned import forget_warnings
 import hf_mlspec
 from hf_mlspec.engines.architecture import KNOWN, Mixture, UnknownArchitecture, outline
 from hf_mlspec.engines.architecture.description import SHARED_UNWEIGHED
+from hf_mlspec.engines.built import standing
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
@@ -185,6 +186,29 @@ def test_a_bias_of_the_choice_weighs_nothing():
     before = scored_together(model, ids)
     model.get_submodule(LAYER).gate.e_score_correction_bias.neg_()
     assert (scored_together(model, ids) - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("name", "part", "attribute"), [
+    ("glm4-moe", "mlp.gate", "routed_scaling_factor"),
+    ("glm4-moe", "mlp.gate", "topk_group"),
+    ("glm4-moe", "mlp.gate", "num_group"),
+    ("gpt-oss", "mlp.experts", "limit"),
+    ("gpt-oss", "mlp.experts", "alpha"),
+])  # fmt: skip
+def test_what_routers_and_experts_say_is_noticed(name, part, attribute):
+    model = random_model(name, torch.float32)
+    before = standing(model)
+    assert standing(model) == before
+    owner = model.model.layers[-1].get_submodule(part)
+    setattr(owner, attribute, getattr(owner, attribute) + 1)
+    assert standing(model) != before
+
+
+def test_another_bias_of_the_choice_is_noticed():
+    model = random_model("glm4-moe", torch.float32)
+    before, router = standing(model), model.model.layers[-1].mlp.gate
+    router.e_score_correction_bias = router.e_score_correction_bias.neg()
+    assert standing(model) != before
 
 
 def test_groups_without_enough_experts_and_a_broken_bias_are_named():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoders import random_model
+from lora import add_lora
 from models import tiny
 
 from hf_mlspec.engines.choose import engine_of
@@ -59,6 +61,27 @@ def test_the_tap_holds_what_every_layer_reads(kind, name):
         torch.testing.assert_close(made.tap.states[r, : len(row)], expected(model, row, layers), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tap_of_layers_that_keep_states_with_adapters_beside_them(threads):
+    model, layers = random_model("qwen3.5", torch.float32), [0, 1, 2, 3]
+    add_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    rows = [torch.arange(5, 150).tolist(), [*ROWS[1], 17]]
+    torch.set_num_threads(threads)
+    try:
+        made = tapped(model, "cpu", layers)
+        made.feed([rows[0][:140], [*rows[1][:3], 90, 91]])
+        made.lengths = [100, 3]
+        logits = made.feed(rows)
+    finally:
+        torch.set_num_threads(1)
+    for r, row in enumerate(rows):
+        found, alone = made.tap.states[r, : len(row)], tapped(model, "cpu", layers, [row])
+        torch.testing.assert_close(found, expected(model, row, layers), rtol=1e-3, atol=1e-3)
+        assert torch.equal(alone.feed([row])[0], logits[r])
+        assert torch.equal(alone.tap.states[0, : len(row)], found)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_row_that_rests_keeps_its_states(name):
     model = tiny(dtype=torch.bfloat16)
@@ -107,6 +130,6 @@ def test_rows_move_join_and_leave():
 def test_the_compiled_decoder_refuses_what_it_would_write_beside(layers, shape, words):
     made = engine_of(tiny(dtype=torch.float32), name="cpu")
     made.start(1, torch.device("cpu"))
-    call = made.cache.kv, ROWS[0], [6], [0], [1], False, False, 0, 0, 0
+    call = made.cache.kv, ROWS[0], [6], [0], [1], False, False, 0, 0, 0, [], []
     with pytest.raises((IndexError, ValueError), match=words):
         made.decoder.handle.score_tapped(*call, layers, torch.zeros(shape))

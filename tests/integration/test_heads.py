@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import hf_mlspec
 from eval.train_head.head import Head
-from hf_mlspec import generate_stream
+from hf_mlspec import Request, generate_stream
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.head import HeadEngine
 from hf_mlspec.engines.modules.attention import ragged_attention_on
@@ -189,6 +189,30 @@ def test_a_stream_of_rows_that_join_and_leave(dtype, tmp_path):
     assert all(line == lines[0] for line in lines)
 
 
+@pytest.mark.usefixtures("nothing_said_yet")
+@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+def test_rows_join_a_stream_whose_head_has_failed(dtype, tmp_path, monkeypatch):
+    """Then nobody keeps in step with the rows what the target would write for it."""
+    target = TARGETS[dtype]
+    folder = str(write_head(tmp_path, target))
+    how = {"max_batch": 3, "do_sample": False, "eos_token_id": None}
+    config = {"prepare": dtype == torch.bfloat16}
+
+    def asked():
+        yield Request([5, 6, 7], id=0, max_new_tokens=30)
+        yield from [None] * 4  # rounds in which the first row is alone, and its head fails
+        for n in range(1, 4):
+            yield Request([5, 6, 7 + n], id=n, max_new_tokens=20)
+
+    lines = []
+    for levels, limits in (([], {}), ([folder], {"num_draft_tokens": 2})):
+        told = {"assistant_models": levels, "speculation_config": config | limits}
+        lines.append({one.id: (one.sequence, one.error) for one in generate_stream(target, asked(), **told, **how)})
+        monkeypatch.setattr(HeadEngine, "_feed", lambda self, rows, alive: 1 / 0)
+    assert lines[0] == lines[1]
+    assert hf_mlspec.last_stats(target).levels_error
+
+
 def test_draws_of_a_seed_do_not_depend_on_the_head(target, tmp_path):
     """So samples have the target's distribution, to which those of the target alone are held elsewhere."""
     folder = str(write_head(tmp_path, target, draft_vocab=40))
@@ -209,6 +233,16 @@ WRONG = {
     "another kind": ({"speculators_model_type": "dflash"}, {}, "a head of kind 'dflash'"),
     "another layer": ({"transformer_layer_config": {"model_type": "gpt2"}}, {}, "layers of 'gpt2'"),
     "no layer": ({"transformer_layer_config": None}, {}, "lacks or mistakes"),
+    "no heads": ({"transformer_layer_config": {"num_attention_heads": 0}}, {}, "lacks or mistakes"),
+    "a size in words": ({"transformer_layer_config": {"hidden_size": "wide"}}, {}, "lacks or mistakes.*'hidden_size'"),
+    "a head too narrow": ({"transformer_layer_config": {"head_dim": -8}}, {}, "head_dim -8, which is at least 1"),
+    "heads left over": ({"transformer_layer_config": {"num_key_value_heads": 3}}, {}, "leave heads over"),
+    "no rotation": ({"transformer_layer_config": {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}}, {},
+                    "the rotation of the head"),
+    "a vocabulary in words": ({"draft_vocab_size": "all"}, {}, "lacks or mistakes draft_vocab_size, 'all'"),
+    "parts apart": ({}, {"layers.0.self_attn.q_proj.weight": torch.zeros(32, 7)}, r"parts of layers.0.qkv.*\[32, 7\]"),
+    "integers": ({}, {"fc.weight": torch.zeros(32, 96, dtype=torch.int8)}, "fc.weight.*torch.int8: convert it"),
+    "no numbers": ({}, {"embed_tokens.weight": torch.full((64, 32), torch.nan)}, "embed_tokens.weight.*NaN or Inf"),
     "no map": ({}, {"d2t": None}, "has no map 'd2t'"),
     "map too short": ({}, {"d2t": torch.zeros(3, dtype=torch.long)}, r"'d2t'.*has shape \[3\]"),
     "map out of range": ({}, {"d2t": torch.full((40,), 60)}, "leads to tokens 60 to 99, the target has 0 to 63"),

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
-from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.engines.choose import built_decoder, engine_of
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -108,6 +108,32 @@ def test_a_compiled_decoder_over_streamed_planes_writes_the_ids_of_that_over_res
         passes = found.speculation.target_passes
         assert planes.ahead + planes.late in [4 * len(missing) * count for count in (passes, passes + 1)]
     assert streamed.generate(IDS, **how).sequences.equal(wanted.sequences)
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+def test_a_compiled_decoder_and_modules_read_the_planes_of_a_model_in_two_threads(streamed):
+    row, passes = IDS[0].tolist(), 25
+    engine = engine_of(streamed, name="cpu")
+    engine.start(1, torch.device("cpu"))
+
+    def by_decoder():
+        torch.set_num_threads(2)  # of this thread: a team takes turns with other teams
+        for _ in range(passes):
+            engine.lengths = [0]
+            engine.score([row], [[]])
+
+    def by_modules():
+        torch.set_num_threads(2)
+        with torch.no_grad():
+            for _ in range(passes):
+                streamed(IDS)
+
+    both = [threading.Thread(target=work, daemon=True) for work in (by_decoder, by_modules)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(30)
+        assert not thread.is_alive(), "each waits for the other"
 
 
 def test_a_compiled_decoder_scores_as_over_resident_planes_at_every_width(resident, streamed):

@@ -74,7 +74,6 @@ class Running:
         self.backend.cancel()
         assert self.backend.join(30)
         assert not self._thread.is_alive()
-        self.http.backend.connection.close()
         assert self.end.join(30)
 
     def connect(self) -> http.client.HTTPConnection:

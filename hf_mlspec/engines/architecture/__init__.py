@@ -3,7 +3,7 @@
 from .description import NORMS, Description, Mixture
 from .interpret import CPU, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
-from .mixture import ExpertBlock
+from .mixture import ExpertBlock, routing_said
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
@@ -28,5 +28,6 @@ __all__ = [
     "require_known",
     "rope_tables",
     "rotary_border",
+    "routing_said",
     "table_dtype",
 ]

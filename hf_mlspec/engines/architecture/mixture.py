@@ -86,6 +86,19 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
     )
 
 
+def routing_said(entry: Mixture, modules: list[nn.Module]) -> tuple:
+    """What `expert_block` reads of routers and experts beside their parameters: numbers, and of a bias of the choice
+    where it lies and how often it changed."""
+    names = {name for name in (entry.chosen, entry.renormalize) if isinstance(name, str)}
+    names |= set() if entry.scores == SCORES[0] else {entry.groups, entry.chosen_groups, entry.scale}
+    names |= set() if entry.gate == GATES[0] else {"alpha", "limit"}
+    said = [tuple([own[name] for name in sorted(names) if name in own]) for own in map(vars, modules)]
+    if entry.scores != SCORES[0]:
+        biases = [own for module in modules if (own := module._buffers.get(entry.choice_bias)) is not None]
+        said += [(bias.data_ptr(), 0 if bias.is_inference() else bias._version) for bias in biases]
+    return tuple([own for own in said if own])
+
+
 def _sigmoids(entry: Mixture, router: nn.Module, index: int) -> Sigmoids:
     """How the router of layer ``index`` chooses; ValueError for a bias that is not finite, and where the groups that a
     token looks at have too few experts for it."""

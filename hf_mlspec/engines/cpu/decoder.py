@@ -12,7 +12,7 @@ from ...ops.compiled_decoder import compiled_decoder, set_delta, set_delta_sizes
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
-from .streamed import read_planes, taken_failure
+from .streamed import read_planes, reading_alone, taken_failure
 
 
 class CpuDecoder:
@@ -56,10 +56,12 @@ class CpuDecoder:
         self.bit_choices = bit_choices(model)
         self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
 
-    def call(self, name: str, *arguments: Any) -> tuple:
-        """One call of `handle`. What streamed planes could not be read for is raised as it is."""
+    def call(self, name: str, *arguments: Any, beside: CpuDecoder | None = None) -> tuple:
+        """One call of `handle`. What streamed planes could not be read for is raised as it is. beside: another decoder
+        that the call computes with."""
         try:
-            found = getattr(self.handle, name)(*arguments)
+            with reading_alone(self._reader, beside and beside._reader):
+                found = getattr(self.handle, name)(*arguments)
         except RuntimeError as error:
             failure = taken_failure()
             if failure is None:

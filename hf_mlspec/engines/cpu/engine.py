@@ -134,7 +134,7 @@ class CpuEngine(CpuRows):
         states = *self._states(own, max(limits)), *tiny._states(small, max(limits))
         options = num_draft_tokens, tiny_threshold, threshold, *self._view, *tiny._view, *states
         settled, checks, self.lengths, tiny.lengths, (rounds, forwards, tiny_forwards), (_, tiny_seconds) = (
-            self.decoder.call("draft_checked", *caches, tokens, counts, bases, limits, *options)
+            self.decoder.call("draft_checked", *caches, tokens, counts, bases, limits, *options, beside=tiny.decoder)
         )
         tiny._count(tiny_forwards, tiny_seconds)
         self._count(forwards, time.perf_counter() - begin - tiny_seconds)

@@ -7,7 +7,8 @@ raises it (`taken_failure`).
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
@@ -42,6 +43,7 @@ class PlaneReader:
                 _kept.failure = error
 
         self.begin, self.end = PlanesBegin(begin), PlanesEnd(end)
+        self.sources = {id(own.source): own.source for own in linears.values()}
 
 
 def read_planes(handle, model: nn.Module) -> PlaneReader | None:
@@ -52,6 +54,16 @@ def read_planes(handle, model: nn.Module) -> PlaneReader | None:
     reader = PlaneReader(linears)
     set_plane_reader(handle, reader.begin, reader.end)
     return reader
+
+
+@contextmanager
+def reading_alone(*readers: PlaneReader | None) -> Iterator[None]:
+    """A block inside of which no other thread reads the planes of these; None: of a decoder that streams none."""
+    sources = dict(item for reader in readers if reader is not None for item in reader.sources.items())
+    with ExitStack() as held:
+        for _, source in sorted(sources.items()):  # in one order, whoever begins
+            held.enter_context(source.alone())
+        yield
 
 
 def taken_failure() -> BaseException | None:

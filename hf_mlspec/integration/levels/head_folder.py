@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -71,11 +72,28 @@ def read_head_folder(path: str) -> HeadFolder:
     if kind is not None and kind != "eagle3":
         raise ValueError(f"{path!r} holds a head of kind {kind!r}: EAGLE-3 heads are read ('eagle3')")
     try:
-        return _speculators(path, said) if kind is not None else _specforge(path, said)
-    except (KeyError, TypeError, AttributeError) as error:
+        found = _speculators(path, said) if kind is not None else _specforge(path, said)
+        _check_sizes(found)
+    except (KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(
             f"the config.json in {path!r} lacks or mistakes {error}: restore the one the head came with"
         ) from error
+    return found
+
+
+def _check_sizes(folder: HeadFolder) -> None:
+    """ValueError for sizes of which no head can be made; that tensors have them is seen when they are read."""
+    shape = folder.shape(())
+    names = "hidden target_hidden vocab draft_vocab num_layers heads kv_heads head_dim intermediate"
+    for name in names.split():
+        if getattr(shape, name) < 1:
+            raise ValueError(f"the head in {folder.path!r} has {name} {getattr(shape, name)}, which is at least 1: "
+                             "restore the config.json it came with")  # fmt: skip
+    if shape.head_dim % 2 or shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"the head in {folder.path!r} has {shape.heads} heads of {shape.head_dim} elements and {shape.kv_heads} "
+            "of keys and values, which rotate no pairs or leave heads over: restore the config.json it came with"
+        )
 
 
 def _speculators(path: str, said: dict[str, Any]) -> HeadFolder:
@@ -88,7 +106,7 @@ def _speculators(path: str, said: dict[str, Any]) -> HeadFolder:
     hidden = said.get("target_hidden_size") or config.hidden_size
     ids = said.get("eagle_aux_hidden_state_layer_ids")
     taps = None if ids is None else _taps(path, ids, 0)
-    own = int(said.get("draft_vocab_size", 32000))
+    own = _whole(said.get("draft_vocab_size", 32000))
     return HeadFolder(
         path, config, flags, taps, str(verifier.get("name_or_path") or ""), hidden, own, config.vocab_size
     )
@@ -103,9 +121,15 @@ def _specforge(path: str, said: dict[str, Any]) -> HeadFolder:
         name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
     hidden = said.get("target_hidden_size") or config.hidden_size
-    own = int(said.get("draft_vocab_size") or config.vocab_size)
+    own = _whole(said.get("draft_vocab_size") or config.vocab_size)
     made_for = str(said.get("target_model_name_or_path") or "")
     return HeadFolder(path, config, flags, taps, made_for, hidden, own, config.vocab_size)
+
+
+def _whole(size: Any) -> int:
+    if type(size) is not int:
+        raise TypeError(f"draft_vocab_size, {size!r}")
+    return size
 
 
 def _layer_config(path: str, kind: str, values: dict[str, Any]) -> PretrainedConfig:

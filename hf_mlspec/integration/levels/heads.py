@@ -55,8 +55,15 @@ def load_head(target: nn.Module, path: str, cast: dict | None) -> EagleHead:
 
 
 def rotation(folder: HeadFolder) -> RopeTables:
-    """Rotary tables by the number of positions, where the head's weights are put later."""
-    made = LlamaRotaryEmbedding(folder.config)
+    """Rotary tables by the number of positions, where the head's weights are put later. ValueError, naming the folder,
+    for parameters of which there are none."""
+    try:
+        made = LlamaRotaryEmbedding(folder.config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"the rotation of the head in {folder.path!r} cannot be made ({error}): restore the config.json it came "
+            "with"
+        ) from error
     return lambda positions: rope_tables(made, [None], positions)[0]
 
 
@@ -93,10 +100,21 @@ def _own_tensors(head: EagleHead, tensors: dict[str, Tensor], folder: HeadFolder
         missing = [part for part in parts if part not in left]
         if missing:
             raise ValueError(f"the head in {folder.path!r} lacks the tensor {missing[0]}: restore its files")
-        own[name] = torch.cat([left.pop(part) for part in parts])
+        own[name] = _side_by_side([left.pop(part) for part in parts], name, folder.path)
     if left:
         raise ValueError(f"the head in {folder.path!r} holds {min(left)}, which nothing in an EAGLE-3 head reads")
     return own
+
+
+def _side_by_side(parts: list[Tensor], name: str, path: str) -> Tensor:
+    """Tensors of one parameter, output by output."""
+    shapes = [list(part.shape) for part in parts]
+    if any(not shape or shape[1:] != shapes[0][1:] for shape in shapes):
+        raise ValueError(
+            f"the weights in {path!r} do not fit its config.json: the parts of {name} are {shapes} there, and cannot "
+            "lie side by side"
+        )
+    return torch.cat(parts)
 
 
 def _parts(name: str) -> list[str]:
@@ -126,9 +144,15 @@ def _give(head: EagleHead, own: dict[str, Tensor], path: str) -> None:
                 f"the weights in {path!r} do not fit its config.json: {name} is {list(tensor.shape)} there and "
                 f"{list(expected[name].shape)} by the config"
             )
-        if not bool(torch.isfinite(tensor.float()).all()):
-            raise ValueError(f"{name} of the head in {path!r} holds NaN or Inf: repair or download it again")
+        _check_values(name, tensor, path)
     head.load_state_dict(own, strict=False, assign=True)
+
+
+def _check_values(name: str, tensor: Tensor, path: str) -> None:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name} of the head in {path!r} is {tensor.dtype}: convert it to float32 or bfloat16")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name} of the head in {path!r} holds NaN or Inf: repair or download it again")
 
 
 def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], folder: HeadFolder) -> None:
@@ -148,6 +172,7 @@ def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], f
             f"the weights in {folder.path!r} do not fit its config.json: embed_tokens.weight is {list(stored.shape)} "
             f"there and {[folder.vocab, width]} by the config"
         )
+    _check_values("embed_tokens.weight", stored, folder.path)
     stored = stored.to(head.dtype)
     same = type(table) is nn.Embedding and weight.shape == stored.shape and torch.equal(weight.detach().cpu(), stored)
     if same:

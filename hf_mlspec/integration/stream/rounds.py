@@ -244,3 +244,4 @@ def _without_levels(chain: Chain) -> None:
     for runner in filter(None, chain.runners):
         runner.cache = None
     chain.runners = [None] * len(chain.runners)
+    chain.target.runner.tap = None  # a head was told of rows that leave and join, and nobody reads it any more

@@ -259,6 +259,7 @@ class DecoderObject : public torch::CustomClassHolder {
     TORCH_CHECK_VALUE(decoder_.planes.begin, name, ".streamed: set_plane_reader comes first");
     TORCH_CHECK_VALUE(resident >= 1 && resident <= linear.stored_planes, name, ".streamed: ", resident, " of ",
                       linear.stored_planes, " planes are resident");
+    TORCH_CHECK_VALUE(key != 0, name, ".streamed: key is 0, that of all that are not streamed");
     linear.resident_planes = resident, linear.key = key;
   }
 
@@ -291,15 +292,16 @@ class DecoderObject : public torch::CustomClassHolder {
   void set_hadamard(const std::string& name, const MaybeTensor& matrix, int64_t size, int64_t inner) {
     TORCH_CHECK_VALUE(name == "o" || name == "down" || name == "delta_out", name, ".hadamard: o and down have rotated inputs, others do not");
     mlspec::Linear& linear = place(name);
-    TORCH_CHECK_VALUE(linear.weight && (!linear.order || linear.outliers), name,
-                      ".hadamard: set the linear first, and no order of its inputs but that of outliers");
+    TORCH_CHECK_VALUE(linear.weight && !linear.adapter && (!linear.order || linear.outliers), name,
+                      ".hadamard: set the linear first, no adapter, and no order of its inputs but that of outliers");
     linear.hadamard = mlspec::checked_hadamard((name + ".hadamard").c_str(), linear.in_features, matrix, size, inner);
     if (matrix) hold(*matrix);
   }
 
   // Of a layer's linear, which was set before: it adds up (down x) to its outputs. down float32 [rank, in], up float32 [out, rank].
   void set_adapter(const std::string& name, const Tensor& down, const Tensor& up) {
-    TORCH_CHECK_VALUE(name != "head" && name.rfind("shared_", 0) != 0, name, ".adapter: only q, k, v, o, gate, up, down have one");
+    const bool beside = name == "head" || name.rfind("shared_", 0) == 0 || name.rfind("delta_", 0) == 0;
+    TORCH_CHECK_VALUE(!beside, name, ".adapter: only q, k, v, o, gate, up, down have one");
     mlspec::Linear& linear = place(name);
     linear.adapter = mlspec::checked_adapter(name, linear, down, up);
     hold(down), hold(up);

@@ -34,7 +34,7 @@ void Decoder::turn_heads(const DecoderLayer& layer, int64_t position, float* qkv
   const bool over_all = layer.q_norm_width > dim;
   if (over_all) {
     norm_heads(layer.q_norm, layer.q_norm_width, shape.heads * dim, qkv);
-    norm_heads(layer.k_norm, layer.k_norm_width, shape.kv_heads * dim, qkv + shape.heads * dim);
+    norm_heads(layer.k_norm, layer.k_norm_width, shape.kv_heads * dim, qkv + key_at(0));
   }
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
     float *const queries = qkv + queries_at(head), *const key = qkv + key_at(head);

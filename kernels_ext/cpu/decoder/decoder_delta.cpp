@@ -88,7 +88,8 @@ void Decoder::restore_states(Team& team, const Pass& pass) {
 bool Decoder::shares_inputs(const DeltaNet& net) const {
   const mlspec_acts one = acts_for(net.qkv, 1), other = acts_for(net.b, 1);
   return one.kind == other.kind && one.group == other.group && one.bits == other.bits && one.wide == other.wide &&
-         one.clip == other.clip && one.in_features == other.in_features && net.qkv.order == net.b.order;
+         one.clip == other.clip && one.in_features == other.in_features && net.qkv.order == net.b.order &&
+         dequantizes(net.qkv) == dequantizes(net.b);  // a product has one way for all of its parts
 }
 
 // The packed activations, or `normed` where not all of its linears want the same, to the packed inputs of `out`.

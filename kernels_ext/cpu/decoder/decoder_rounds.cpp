@@ -88,6 +88,9 @@ class Feeder {
         marks_.insert(marks_.end(), {{own.lengths(row), length}, {&own.first(row), std::max<int64_t>(length - own.before, 0)},
                                      {&own.end(row), length}});
       }
+    } else if (length == 0) {  // also of a row whose first inputs are there no more
+      own.forget(row);
+      state_ = RecurrentStates::kZeros;
     } else {
       state_ = settled(own, row, length);
       own.cut(row, length);
@@ -114,7 +117,12 @@ class Feeder {
   void flush() {
     if (pass_.tokens.empty()) return;
     pass_.logits = logits_;
-    driver_.execute(level_, pass_);
+    try {
+      driver_.execute(level_, pass_);
+    } catch (const PlanesMissing&) {  // inputs that states of these rows count on may be overwritten
+      for (const Run& run : pass_.runs) pass_.states.forget(run.row);
+      throw;
+    }
     for (const auto& [mark, value] : marks_) *mark = value;
     for (const Run& run : pass_.runs) {
       const RecurrentStates& own = pass_.states;
@@ -235,10 +243,13 @@ void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRo
     tiny.lengths = middle.lengths;
     for (size_t r = 0; r < tiny.sources.size(); ++r) tiny.sources[r] = middle.sources[r] ? middle.sources[r] : &middle.states;
   }
+  int64_t most = options.num_draft_tokens;  // of states no more than can be taken back
+  for (const RecurrentStates* states : {&middle.states, &tiny.states})
+    if (*states) most = std::min(most, states->window - states->before - 1);
   std::vector<int64_t> room(batch), kept(batch), before(batch);
   for (size_t r = 0; r < batch; ++r) {
     const int64_t left = limits[r] - static_cast<int64_t>(out.settled[r].size()) - 1;
-    room[r] = alive[r] ? std::clamp<int64_t>(left, 0, options.num_draft_tokens) : 0;
+    room[r] = alive[r] ? std::clamp<int64_t>(left, 0, most) : 0;
     before[r] = rows[r].end();
   }
   const auto guesses = draft_on(driver, tiny, rows, room, options.tiny_threshold);

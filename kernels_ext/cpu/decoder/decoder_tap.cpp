@@ -5,19 +5,6 @@
 #include "decoder_workspace.h"
 
 namespace mlspec {
-namespace {
-
-// To nearest, ties to even, as torch rounds; NaN stays NaN.
-void narrow(const float* from, int64_t count, uint16_t* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
-  }
-}
-
-}  // namespace
 
 // The stream itself is left as it is: what waits is added to it where the next norm reads it.
 void Decoder::tap(Team& team, const Pass& pass, const Pending& pending, int64_t layer) {
@@ -38,8 +25,7 @@ void Decoder::tap(Team& team, const Pass& pass, const Pending& pending, int64_t 
       }
       const int64_t row = ((pass.rows[n] * tap.slots + pass.positions[n]) * width + place) * shape.hidden;
       char* const to = static_cast<char*>(tap.states) + row * element;
-      if (element == 4) std::memcpy(to, from, shape.hidden * sizeof(float));
-      if (element == 2) narrow(from, shape.hidden, reinterpret_cast<uint16_t*>(to));
+      cpu_kernels().row.narrow(from, shape.kv_dtype, shape.hidden, to);
     }
   });
 }
