@@ -46,11 +46,11 @@ def add_levels(parser: argparse.ArgumentParser) -> None:
     """Which models: the levels, and how they are loaded."""
     parser.add_argument("--level", action="append", metavar="LEVEL", dest="levels",
                         help="a level below the target, from the largest down; repeat it for more, or join them "
-                             "by +, as in mxfp4+FOLDER: a folder, mxfp4, "
-                             "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; nested (a BF16 "
-                             "target is nested for it); planes1 ... planes7, up to one plane fewer than the target "
-                             "has; routed, with --router; zipper-low for a target in zipper weights; qspec, w4a8, "
-                             "w4a4 for a packed target")
+                             "by +, as in mxfp4+FOLDER: the folder of a model or of a trained head (last), mxfp4, "
+                             "int3, int2, ternary, FOLDER@mxfp4, prompt_lookup, ngram, early_exit:N; "
+                             "experts:N for a mixture of experts; nested (a BF16 target is nested for it); "
+                             "planes1 ... planes7, up to one plane fewer than the target has; routed, with --router; "
+                             "zipper-low for a target in zipper weights; qspec, w4a8, w4a4 for a packed target")
     parser.add_argument("--dtype", default="float32", metavar="WORD",
                         help="float32 (default), bfloat16 or float16")
     parser.add_argument("--device", metavar="NAME", help="default: cuda where there is one, else cpu")
