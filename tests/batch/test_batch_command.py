@@ -62,7 +62,7 @@ class Alone:
 
 
 def test_answers_are_those_of_generate_alone(tmp_path, capsys):
-    asked = prompts(7)
+    asked, before = prompts(7), set(threading.enumerate())
     sampled = {"custom_id": "s", "url": "/v1/completions", "method": "POST",
                "body": {"prompt": "import ", "max_tokens": 8, "temperature": 0.8, "top_k": 40, "seed": 5,
                         "return_token_ids": True}}  # fmt: skip
@@ -76,7 +76,7 @@ def test_answers_are_those_of_generate_alone(tmp_path, capsys):
     assert "line 9: no JSON" in captured.err
     assert "line 10: max_tokens is 0" in captured.err
     assert r"line 11: a prompt cannot be read, is it whole? 'half of a pair: \ud83d'" in captured.err
-    for thread in threading.enumerate():  # of a worker that is closed none goes on
+    for thread in set(threading.enumerate()) - before:  # of a worker that is closed none goes on
         if thread.name.startswith("mlspec-"):
             thread.join(10)
             assert not thread.is_alive(), thread
