@@ -28,6 +28,7 @@ from .lines import COMPLETION, BadLine, Line, answered, read_line, unanswered
 from .source import Numbered
 
 _NO_LIMIT = 2**31 - 1
+_MOST_CHOICES = 128  # answers to one line, as in OpenAI's API
 _NOT_DECODING, _FAILED = 503, 500
 
 
@@ -72,7 +73,7 @@ class Worker:
         if asked.chat_template is not None:
             tokenizer.chat_template = asked.chat_template
         identity = _identity(model, tokenizer, asked)
-        limits = Limits(new_tokens=asked.new_tokens, queue=_NO_LIMIT, choices=_NO_LIMIT, seconds=_NO_LIMIT)
+        limits = Limits(new_tokens=asked.new_tokens, queue=_NO_LIMIT, choices=_MOST_CHOICES, seconds=_NO_LIMIT)
         self._setup = Setup(Facts.of(model), tokenizer, asked.name, [], limits, every=0.0, grace=0.0)
         self._reading, self._writing = ThreadPoolExecutor(1, "mlspec-reading"), copy.deepcopy(tokenizer)
         own, self._other = Pipe()

@@ -63,6 +63,11 @@ class Tap:
             self.first[r] = min(self.first[r], start)
             self.end[r], self.fresh[r] = start + count, min(self.fresh[r], start)
 
+    def cut(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """A pass over counts[r] positions of row r has failed: what lies from starts[r] on is nobody's."""
+        for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            self.end[r] = min(self.end[r], start) if count else self.end[r]
+
     def read(self, row: int) -> int:
         """From which position on the states of a row are other ones than the last time."""
         fresh, self.fresh[row] = self.fresh[row], self.end[row]

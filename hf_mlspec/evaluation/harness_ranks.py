@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Ranks:
 
 def journals(file: Path) -> list[Path]:
     """The journals of all processes of this run and of earlier ones, however many they were."""
-    return [place for place in (file, *sorted(file.parent.glob(f"{file.name}.rank*"))) if place.is_file()]
+    return [place for place in (file, *sorted(file.parent.glob(f"{escape(file.name)}.rank*"))) if place.is_file()]
 
 
 def in_turn(every: list[Any]) -> Any:

@@ -28,7 +28,8 @@ class Endpoint:
     def __init__(self, style: Any, backend: HttpEnd, setup: Setup, reading: ThreadPoolExecutor) -> None:
         self.style, self.backend, self.reading = style, backend, reading
         self.name, self.limits, self.every = setup.name, setup.limits, setup.every
-        self.positions, self.samples = setup.facts.positions, setup.facts.samples
+        facts = setup.facts
+        self.positions, self.samples, self.vocab_size = facts.positions, facts.samples, facts.vocab_size
         self.words = TokenWords(style.writing)
 
     async def answer(self, body: dict[str, Any], *, name: str | None = None, created: int | None = None) -> Reply:
@@ -42,6 +43,9 @@ class Endpoint:
             raise ApiError(404, f"The model {shown} does not exist; this server has {self.name!r}",
                            code="model_not_found", param="model")
         asked = read_asked(body, self.limits, set(self.style.fields), samples=self.samples)
+        beyond = [token for (token,) in asked.options.get("sequence_bias", {}) if token >= self.vocab_size]
+        if beyond:
+            raise invalid("logit_bias", f"logit_bias has token {beyond[0]}, the vocabulary has {self.vocab_size}")
         read = asyncio.get_running_loop().run_in_executor(self.reading, self._read, body, asked)
         answer = Answer(self.backend, asked, self.limits.seconds, self._every(asked))
         try:

@@ -133,3 +133,22 @@ def test_the_compiled_decoder_refuses_what_it_would_write_beside(layers, shape, 
     call = made.cache.kv, ROWS[0], [6], [0], [1], False, False, 0, 0, 0, [], []
     with pytest.raises((IndexError, ValueError), match=words):
         made.decoder.handle.score_tapped(*call, layers, torch.zeros(shape))
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+def test_a_pass_that_fails_leaves_no_states_behind_its_beginning(monkeypatch):
+    engine = engine_of(tiny(dtype=torch.float32), name="cpu")
+    engine.start(1, torch.device("cpu"))
+    engine.tap = Tap((1,), 32, torch.float32)
+    engine.tap.start(1, 8, torch.device("cpu"))
+    engine.score([ROWS[0][:4]], [[]])
+    assert engine.tap.end == [4]
+
+    def fails(*_):
+        raise OSError("planes")
+
+    monkeypatch.setattr(engine.decoder, "call", fails)
+    engine.lengths = [2]
+    with pytest.raises(OSError, match="planes"):
+        engine.score([ROWS[0]], [[]])
+    assert engine.tap.end == [2]

@@ -35,6 +35,7 @@ BAD_FIELDS = {
     "a penalty": ({"presence_penalty": 0.5}, "presence_penalty"),
     "stream as text": ({"stream": "yes"}, "stream"),
     "bias without ids": ({"logit_bias": {"a": 1}}, "logit_bias"),
+    "bias beyond the vocabulary": ({"logit_bias": {"999999": 1}}, "logit_bias"),
     "bias out of bounds": ({"logit_bias": {"3": 101}}, "logit_bias"),
     "log probabilities of many": ({"logprobs": 21}, "logprobs"),
     "no prompt": ({"prompt": None}, "prompt"),

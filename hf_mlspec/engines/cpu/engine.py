@@ -180,7 +180,11 @@ class CpuEngine(CpuRows):
             return self.decoder.call("score", *call)
         fed = [count if own else 0 for count, own in zip(counts, kept, strict=True)]
         self.tap.reserve(len(fed), max(start + count for start, count in zip(starts, counts, strict=True)))
-        found = self.decoder.call("score_tapped", *call, self.tap.layers, self.tap.states)
+        try:
+            found = self.decoder.call("score_tapped", *call, self.tap.layers, self.tap.states)
+        except BaseException:
+            self.tap.cut(starts, fed)
+            raise
         self.tap.wrote(starts, fed)
         return found
 
