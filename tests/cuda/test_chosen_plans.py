@@ -90,7 +90,8 @@ def test_plans_that_are_chosen_change_no_token(target, draft, chain, lengths):
     for _ in range(3):
         check(target, chains(draft)[chain], lengths)
     stats = hf_mlspec.last_stats(target)
-    assert sum(plan.tokens for plan in stats.plans.values()) >= stats.new_tokens - len(lengths)
+    first = max(len(lengths), stats.prefill_tokens)  # without levels, plans count what comes behind the first round
+    assert sum(plan.tokens for plan in stats.plans.values()) >= stats.new_tokens - first
 
 
 def test_twins_of_the_target_are_right_whatever_ran_before(restless, target):
