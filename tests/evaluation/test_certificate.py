@@ -261,7 +261,7 @@ def test_what_levels_saw_is_told(target):
 @pytest.mark.skipif(not has_compiled_decoder(), reason="without kernels everything runs module by module")
 def test_the_reason_of_an_unknown_class_is_told(target):
     _, tokenizer = target
-    told = certify(tiny("gpt2", dtype=torch.float32, vocab_size=258), tokenizer, ["x"], ["prompt_lookup"],
+    told = certify(tiny("diffllama", dtype=torch.float32, vocab_size=258), tokenizer, ["x"], ["prompt_lookup"],
                    max_new_tokens=2).to_dict()
     assert told["target"]["decoding"]["reason"] == "the compiled decoder does not know this class"
 

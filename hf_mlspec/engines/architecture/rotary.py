@@ -57,7 +57,7 @@ def rope_tables(
             continue
         for begin in range(0, positions, _AT_ONCE):
             ids = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)[None]
-            found = rotary(like, ids) if kind is None else rotary(like, ids, kind)
+            found = _turned(rotary, like, ids) if kind is None else rotary(like, ids, kind)
             own = found[0].shape[-1] // (1 if columns == "once" else 2)
             table = table or tuple(like.new_empty(positions, own) for _ in found)
             for whole, part in zip(table, found, strict=True):
@@ -66,6 +66,16 @@ def rope_tables(
     if device.type == "cuda":  # calls on other streams will read them
         torch.cuda.current_stream(device).synchronize()
     return tables
+
+
+def _turned(rotary: nn.Module, like: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[1, positions, columns]``. Embeddings of models that see images may ask for a position on each of
+    three axes (up to transformers 5.17, say), which in text are one."""
+    try:
+        found = rotary(like, ids)
+    except IndexError:
+        found = rotary(like, ids.expand(3, 1, -1))
+    return tuple(part[0] if part.dim() == 4 else part for part in found)
 
 
 def text_config(model: nn.Module) -> Any:
