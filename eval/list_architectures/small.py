@@ -64,7 +64,6 @@ SETTINGS: dict[str, dict] = {
             "FlexOlmoForCausalLM",
             "FlintForCausalLM",
             "FuyuForCausalLM",
-            "Glm4MoeForCausalLM",
             "GraniteMoeForCausalLM",
             "GraniteMoeSWAForCausalLM",
             "GraniteMoeSharedForCausalLM",
