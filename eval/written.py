@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import gzip
 import json
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.sources import read_texts
 from hf_mlspec.evaluation import read_prompts
@@ -69,6 +70,28 @@ def _heads(text: str) -> Iterator[str]:
 def _piece(text: str, chance: random.Random) -> str:
     end = chance.randrange(len(text))
     return text[max(end - 600, 0) : end]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the texts of a target come from: a file of earlier ones, or what it writes behind beginnings of others."""
+    parser.add_argument("--text", type=Path, action="append", default=[], help="texts whose beginnings are prompts")
+    parser.add_argument("--written", type=Path, help="texts that the target wrote before")
+    parser.add_argument("--keep", type=Path, help="keep what the target writes here")
+    parser.add_argument("--prompts", type=int, default=16384)
+    parser.add_argument("--new-tokens", type=int, default=160)
+
+
+def texts_of(given: argparse.Namespace, target: PreTrainedModel | None) -> list[Written]:
+    """What the target wrote, or writes now. given: of `add_arguments`, with target (its folder) and seed."""
+    if given.written is not None:
+        return load(given.written)
+    tokenizer = AutoTokenizer.from_pretrained(given.target)
+    prompts = beginnings(given.text or [standard_library()], tokenizer, given.prompts, given.seed)
+    batch = 256 if target.device.type == "cuda" else 16
+    texts = list(write(target, prompts, given.new_tokens, batch, lambda done: None))
+    if given.keep is not None:
+        save(texts, given.keep)
+    return texts
 
 
 def write(

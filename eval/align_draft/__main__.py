@@ -31,14 +31,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft, which stays as it is")
     parser.add_argument("--target", type=Path, help="folder of the target; without it its choices alone are learned")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the aligned draft")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="texts whose beginnings are prompts")
-    parser.add_argument("--written", type=Path, help="texts that the target wrote before")
-    parser.add_argument("--keep", type=Path, help="keep what the target writes here")
+    written.add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training")
     parser.add_argument("--steps", type=int, help="of training, instead of minutes")
-    parser.add_argument("--prompts", type=int, default=16384)
-    parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--rows", type=int, default=64, help="texts in a step")
     parser.add_argument("--width", type=int, default=320, help="tokens of a text, at most")
     parser.add_argument("--rate", type=float, default=6e-4)
@@ -55,19 +51,6 @@ def arguments() -> argparse.Namespace:
 
 def load(folder: Path, given: argparse.Namespace, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(given.device).eval()
-
-
-def texts_of(given: argparse.Namespace, target: PreTrainedModel | None) -> list[written.Written]:
-    """What the target wrote, or writes now."""
-    if given.written is not None:
-        return written.load(given.written)
-    tokenizer, sources = AutoTokenizer.from_pretrained(given.target), given.text or [written.standard_library()]
-    prompts = written.beginnings(sources, tokenizer, given.prompts, given.seed)
-    batch = 256 if given.device == "cuda" else 16
-    texts = list(written.write(target, prompts, given.new_tokens, batch, lambda done: None))
-    if given.keep is not None:
-        written.save(texts, given.keep)
-    return texts
 
 
 def divergence(wanted: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +109,7 @@ def main() -> None:
     given = arguments()
     torch.manual_seed(given.seed)
     target = None if given.target is None else load(given.target, given, torch.bfloat16).requires_grad_(False)
-    texts = texts_of(given, target)
+    texts = written.texts_of(given, target)
     held = max(int(HELD_OUT * len(texts)), 1)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(given.seed)).tolist()
     unseen, kept = [texts[i] for i in order[:held]], [texts[i] for i in order[held:]]

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import sys
 import tempfile
 import time
@@ -38,6 +36,7 @@ from transformers import (
 
 from eval.extend_context.training import MINUTES, POSITIONS, RATE, ROWS, THETA, extend, load
 from eval.refused import refused
+from eval.training.folder import write
 from eval.training.steps import Recipe, by_position, train
 from eval.training.tokens import Texts, fingerprint, pack, read, unpack
 
@@ -106,18 +105,6 @@ def measure(model: PreTrainedModel, texts: Texts, positions: int, windows: int, 
     return found
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: dict, folder: Path) -> None:
-    """BF16 weights, configs, tokenizer and report, written beside the folder and renamed when they are whole."""
-    beside = folder.with_name(folder.name + ".part")
-    saved = copy.deepcopy(model).to(torch.bfloat16)
-    saved.generation_config.do_sample = False
-    saved.save_pretrained(beside)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(beside)
-    (beside / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, folder)
-
-
 def make(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Texts) -> dict:
     """Measures, trains, measures; -> what training.json says."""
     recipe = Recipe(args.positions, args.rows, args.rate, args.minutes, args.steps, args.seed)
@@ -130,7 +117,7 @@ def make(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrained
     print(f"{report['steps']} steps, {report['tokens']:,} tokens in {report['seconds']:.0f} s", flush=True)
     report["after"] = measure(model, texts, args.positions, args.windows, "after")
     if args.out:
-        save(model, tokenizer, report, args.out)
+        write(copy.deepcopy(model).to(torch.bfloat16), tokenizer, report, args.out)
     return report
 
 

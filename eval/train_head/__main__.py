@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from eval import written
 from eval.progress import Progress
@@ -34,14 +34,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.train_head", description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets the head")
-    parser.add_argument("--text", type=Path, action="append", default=[], help="texts whose beginnings are prompts")
-    parser.add_argument("--written", type=Path, help="texts that the target wrote before")
-    parser.add_argument("--keep", type=Path, help="keep what the target writes here")
+    written.add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training")
     parser.add_argument("--steps", type=int, help="of training, instead of minutes")
-    parser.add_argument("--prompts", type=int, default=16384)
-    parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--rows", type=int, default=32, help="texts in a step")
     parser.add_argument("--width", type=int, default=320, help="tokens of a text, at most")
     parser.add_argument("--test-steps", type=int, default=5, help="tokens the head drafts on while it trains")
@@ -54,20 +50,6 @@ def arguments() -> argparse.Namespace:
     if given.smoke:
         given.prompts, given.new_tokens, given.rows, given.width, given.steps = 16, 24, 4, 64, given.steps or 8
     return given
-
-
-def texts_of(given: argparse.Namespace, target: PreTrainedModel) -> list[written.Written]:
-    """What the target wrote, or writes now."""
-    if given.written is not None:
-        return written.load(given.written)
-    tokenizer = AutoTokenizer.from_pretrained(given.target)
-    sources = given.text or [written.standard_library()]
-    prompts = written.beginnings(sources, tokenizer, given.prompts, given.seed)
-    batch = 256 if target.device.type == "cuda" else 16
-    texts = list(written.write(target, prompts, given.new_tokens, batch, lambda done: None))
-    if given.keep is not None:
-        written.save(texts, given.keep)
-    return texts
 
 
 def new_head(given: argparse.Namespace, target: PreTrainedModel, texts: list[written.Written]) -> Head:
@@ -144,7 +126,7 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(given.target, dtype=dtype).to(given.device).eval().requires_grad_(False)
     )
     begin = time.monotonic()
-    texts = texts_of(given, target)
+    texts = written.texts_of(given, target)
     print(
         f"{len(texts)} texts, {sum(len(text.new) for text in texts)} tokens, {time.monotonic() - begin:.0f} s",
         flush=True,

@@ -14,8 +14,6 @@ repeats a training, --minutes takes as many as they allow. A text is what `eval.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +34,7 @@ from eval.train_mixture.mixture import (
     new_model,
     routing,
 )
+from eval.training.folder import write
 from eval.training.steps import Recipe, train
 from eval.training.tokens import Texts, batches, read
 
@@ -118,7 +117,9 @@ def make(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict:
     report["routing"] = {"text": text, "layers": routing(mixture, ids, length, WINDOWS)}
     show(report)
     if args.out:
-        save(mixture, tokenizer, report, args.out)
+        saved = GptOssForCausalLM(mixture.config).to(torch.bfloat16)
+        saved.load_state_dict(mixture.state_dict())
+        write(saved, tokenizer, report, args.out)
     return report
 
 
@@ -136,19 +137,6 @@ def show(report: dict) -> None:
         spread.add_row(str(index), f"{found['chosen_bits']:.2f}", f"{found['token_bits']:.2f}",
                        f"{found['least']:.3f}", f"{found['most']:.3f}")
     Console(width=120).print(table, spread)
-
-
-def save(model: GptOssForCausalLM, tokenizer: PreTrainedTokenizerBase, report: dict, folder: Path) -> None:
-    """BF16 weights, configs, tokenizer and report, written beside the folder and renamed when they are whole."""
-    beside = folder.with_name(folder.name + ".part")
-    saved = GptOssForCausalLM(model.config).to(torch.bfloat16)
-    saved.load_state_dict(model.state_dict())
-    saved.generation_config.do_sample = False
-    saved.save_pretrained(beside)
-    tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(beside)
-    (beside / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, folder)
 
 
 def main(argv: list[str] | None = None) -> int:

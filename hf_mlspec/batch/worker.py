@@ -10,8 +10,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.certificate_identity import hash_configuration, hash_parameters, kernels
-from ..evaluation.harness_system import level_identity, tokenizer_hash, versions
+from ..evaluation.harness_system import chain_identity
 from ..integration.config import SpeculationConfig
 from ..integration.hook import enable
 from ..integration.levels.load import hide_progress_bars, load_causal_lm
@@ -72,7 +71,7 @@ class Worker:
         model = nested_for(model, asked.levels)
         if asked.chat_template is not None:
             tokenizer.chat_template = asked.chat_template
-        identity = _identity(model, tokenizer, asked)
+        identity = chain_identity(model, tokenizer, asked.levels)
         limits = Limits(new_tokens=asked.new_tokens, queue=_NO_LIMIT, choices=_MOST_CHOICES, seconds=_NO_LIMIT)
         self._setup = Setup(Facts.of(model), tokenizer, asked.name, [], limits, every=0.0, grace=0.0)
         self._reading, self._writing = ThreadPoolExecutor(1, "mlspec-reading"), copy.deepcopy(tokenizer)
@@ -151,19 +150,6 @@ def _style(url: str) -> Any:
         raise ValueError("a line is a chat, and what reads chats is not installed: pip install 'hf-mlspec[serve]', "
                          "or write prompts") from error
     return Chat
-
-
-def _identity(model: Any, tokenizer: Any, asked: Settings) -> dict[str, Any]:
-    compiled = kernels(model.device.type)
-    return {
-        "weights": hash_parameters(model),
-        "configuration": hash_configuration(model),
-        "tokenizer": tokenizer_hash(tokenizer),
-        "levels": [level_identity(level) for level in asked.levels],
-        "device": model.device.type,
-        "kernels": {"instruction_set": compiled["instruction_set"], "sha256": compiled["sha256"]},
-        "versions": versions(),
-    }
 
 
 class _Unwatched:

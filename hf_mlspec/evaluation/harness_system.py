@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -73,18 +74,25 @@ def load_tokenizer(asked: Arguments) -> Any:
 
 def identity(model: PreTrainedModel, tokenizer: Any, asked: Arguments) -> dict[str, Any]:
     """What the answers depend on, for a journal: no paths, and nothing that may change while answers do not."""
+    return {
+        **chain_identity(model, tokenizer, asked.levels),
+        "speculation": vars(asked.speculation),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **{name: getattr(asked, name) for name in _SETTINGS},
+    }
+
+
+def chain_identity(model: PreTrainedModel, tokenizer: Any, levels: Iterable[Any]) -> dict[str, Any]:
+    """What answers of a target with these levels depend on, whatever asks for them."""
     compiled = kernels(model.device.type)
     return {
         "weights": hash_parameters(model),
         "configuration": hash_configuration(model),
         "tokenizer": tokenizer_hash(tokenizer),
-        "levels": [level_identity(level) for level in asked.levels],
-        "speculation": vars(asked.speculation),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "levels": [level_identity(level) for level in levels],
         "device": model.device.type,
         "kernels": {"instruction_set": compiled["instruction_set"], "sha256": compiled["sha256"]},
         "versions": versions(),
-        **{name: getattr(asked, name) for name in _SETTINGS},
     }
 
 
