@@ -59,9 +59,12 @@ class CpuDecoder:
     def call(self, name: str, *arguments: Any, beside: CpuDecoder | None = None) -> tuple:
         """One call of `handle`. What streamed planes could not be read for is raised as it is. beside: another decoder
         that the call computes with."""
+        own, readers = getattr(self.handle, name), [one._reader for one in (self, beside) if one and one._reader]
+        if not readers:
+            return own(*arguments)
         try:
-            with reading_alone(self._reader, beside and beside._reader):
-                found = getattr(self.handle, name)(*arguments)
+            with reading_alone(*readers):
+                found = own(*arguments)
         except RuntimeError as error:
             failure = taken_failure()
             if failure is None:

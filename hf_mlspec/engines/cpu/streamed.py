@@ -57,9 +57,9 @@ def read_planes(handle, model: nn.Module) -> PlaneReader | None:
 
 
 @contextmanager
-def reading_alone(*readers: PlaneReader | None) -> Iterator[None]:
-    """A block inside of which no other thread reads the planes of these; None: of a decoder that streams none."""
-    sources = dict(item for reader in readers if reader is not None for item in reader.sources.items())
+def reading_alone(*readers: PlaneReader) -> Iterator[None]:
+    """A block inside of which no other thread reads the planes of these."""
+    sources = dict(item for reader in readers for item in reader.sources.items())
     with ExitStack() as held:
         for _, source in sorted(sources.items()):  # in one order, whoever begins
             held.enter_context(source.alone())
