@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import CPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
+from decoders import MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
 from models import packed
 from torch import nn
 from warned import forget_warnings
@@ -53,7 +53,7 @@ def some_ids(rows: int = 2, seed: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_within_twice_the_error_of_the_modules(name, dtype):
     """Where no choice of experts hangs on a rounding error; in float32 that is everywhere."""
     model, ids = random_model(name, dtype), some_ids(8)
@@ -68,7 +68,7 @@ def test_within_twice_the_error_of_the_modules(name, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_bits_do_not_depend_on_who_else_visits_an_expert(name, dtype, threads):
     """All at once, one by one, alone in the batch, beside a row of another length, and on any number of threads."""
     model, ids = random_model(name, dtype), some_ids()
@@ -252,12 +252,6 @@ def test_groups_without_enough_experts_and_a_broken_bias_are_named():
     model.get_submodule(LAYER).gate.e_score_correction_bias[5] = float("nan")
     with pytest.raises(ValueError, match="bias of the router's choice of layer 1 holds NaN or Inf for expert 5"):
         CpuDecoder(model)
-
-
-def test_sigmoids_are_not_yet_those_of_gpus():
-    words = "says scores 'sigmoid' of experts; the compiled decoder of GPUs takes 'softmax'"
-    with pytest.raises(UnknownArchitecture, match=words):
-        CudaDecoder(random_model("glm4-moe", torch.bfloat16))
 
 
 def test_more_experts_a_token_than_there_are_is_one_error():

@@ -15,7 +15,8 @@ namespace {
 using namespace mlspec;
 
 std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts,
-                                              int64_t chosen, int64_t renormalize) {
+                                              int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups,
+                                              int64_t chosen_groups, double scale) {
   constexpr const char* op = "route_rows";
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
@@ -29,6 +30,9 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   TORCH_CHECK_VALUE(chosen >= 1 && chosen <= num_experts, op, ": chosen is ", chosen, ", expected 1 to ", num_experts);
   TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, op, ": x has ", hidden, " columns, the CUDA kernels take multiples of 8");
   if (bias) check_vector(op, "bias", *bias, router.size(0), "x", x, at::kFloat);
+  if (choice_bias) check_vector(op, "choice_bias", *choice_bias, num_experts, "x", x, at::kFloat);
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= MLSPEC_CUDA_MOST_GROUPS && chosen_groups >= 1 && chosen_groups <= groups, op,
+                    ": chosen_groups is ", chosen_groups, " of ", groups, " groups, expected 1 to ", +MLSPEC_CUDA_MOST_GROUPS);
   const CudaCall call(op, x);
   const int64_t pairs = tokens * chosen, items = mlspec_cuda_most_items(pairs, num_experts);
   const auto int32s = x.options().dtype(at::kInt), floats = x.options().dtype(at::kFloat);
@@ -45,6 +49,9 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   args.num_tokens = tokens, args.hidden = hidden;
   args.num_experts = static_cast<int32_t>(num_experts), args.chosen = static_cast<int32_t>(chosen);
   args.renormalize = renormalize != 0, args.has_shared = static_cast<int32_t>(shared), args.router_is_float32 = wide;
+  args.choice_bias = choice_bias ? choice_bias->const_data_ptr<float>() : nullptr;
+  args.groups = static_cast<int32_t>(groups), args.chosen_groups = static_cast<int32_t>(chosen_groups);
+  args.scale = static_cast<float>(scale);
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_route_rows(&args, &launch));
   return {experts, weights, plan};
@@ -159,7 +166,9 @@ Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& sha
   check_bf16(op, "rows", rows);
   TORCH_CHECK_VALUE(rows.dim() == 2 && weights.dim() == 2, op, ": rows has shape ", rows.sizes(), " and weights ", weights.sizes(),
                     ", expected [n * chosen, width] and [n, chosen]");
-  const int64_t tokens = weights.size(0), chosen = weights.size(1) - shared.has_value(), width = rows.size(1);
+  const int64_t tokens = weights.size(0), width = rows.size(1), most = weights.size(1);
+  const bool unweighed = shared && tokens > 0 && rows.size(0) == tokens * most;
+  const int64_t chosen = most - (shared && !unweighed);
   check_part(op, "rows", rows, at::kBFloat16, {tokens * chosen, width}, "rows", rows);
   check_part(op, "weights", weights, at::kFloat, weights.sizes(), "rows", rows, 4);
   if (shared) check_part(op, "shared", *shared, at::kBFloat16, {tokens, width}, "rows", rows);
@@ -173,6 +182,7 @@ Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& sha
   args.shared = shared ? shared->const_data_ptr() : nullptr;
   args.y = y.mutable_data_ptr();
   args.num_tokens = tokens, args.width = width, args.chosen = static_cast<int32_t>(chosen);
+  args.weights_of_token = static_cast<int32_t>(most);
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_weighted_rows(&args, &launch));
   return y;
