@@ -11,20 +11,17 @@ namespace mlspec {
 namespace {
 
 constexpr int kLogitWarps = 8, kChooseWarps = 8, kPlanThreads = 1024;
+constexpr int kRouteBlocks = 8, kRouteTokens = 16, kRoutePerLane = 8;  // of a cluster that does it all, at most
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
+// Of one score and kTokens tokens from `first` on, by one warp.
 template <class Weight, int kTokens>
-__global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid_constant__ mlspec_cuda_routing p) {
-  launch_dependents();
-  wait_for_previous_kernel();
-  const int lane = threadIdx.x % kWarp, scores = p.num_experts + p.has_shared;
-  const int score = blockIdx.x * kLogitWarps + threadIdx.x / kWarp;
-  if (score >= scores) return;
-  const int64_t first = int64_t(blockIdx.y) * kTokens;
-  const int tokens = int(min(int64_t(kTokens), p.num_tokens - first));
+__device__ __forceinline__ void sum_logits(const mlspec_cuda_routing& p, int score, int64_t first, int lane) {
+  const int scores = p.num_experts + p.has_shared, tokens = int(min(int64_t(kTokens), p.num_tokens - first));
   const Weight* row = static_cast<const Weight*>(p.router) + int64_t(score) * p.hidden;
   const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(p.x) + first * p.hidden;
   float sums[kTokens] = {};
+#pragma unroll (kTokens == 1 ? 4 : 1)
   for (int64_t i = lane * kVector; i < p.hidden; i += kWarp * kVector) {
     float w[kVector];
     load_vector(row + i, w);
@@ -42,6 +39,15 @@ __global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid
     const float sum = warp_sum(sums[t]);
     if (lane == 0 && t < tokens) p.logits[(first + t) * scores + score] = p.bias ? __fadd_rn(sum, p.bias[score]) : sum;
   }
+}
+
+template <class Weight, int kTokens>
+__global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid_constant__ mlspec_cuda_routing p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int score = blockIdx.x * kLogitWarps + threadIdx.x / kWarp;
+  if (score < p.num_experts + p.has_shared)
+    sum_logits<Weight, kTokens>(p, score, int64_t(blockIdx.y) * kTokens, threadIdx.x % kWarp);
 }
 
 // Greater for a greater number, 1 for NaN; 0 is left for what is no candidate. Both zeros are one number.
@@ -194,16 +200,13 @@ __device__ __forceinline__ uint64_t sum_up_to(uint64_t value, uint64_t* totals) 
   return value + others;
 }
 
-// One block. kPerLane: 0 where the experts are chosen already.
+// By one block of kPlanThreads. kPerLane: 0 where the experts are chosen already.
 template <int kPerLane>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
-                                                            int most_items) {
+__device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int rows_of_item, int most_items) {
   __shared__ int counts[MLSPEC_CUDA_MOST_EXPERTS];
   __shared__ uint64_t totals[kWarp];
   __shared__ int used;
-  launch_dependents();
   counts[threadIdx.x] = 0;
-  wait_for_previous_kernel();
   if constexpr (kPerLane > 0)
     for (int64_t token = threadIdx.x / kWarp; token < p.num_tokens; token += kPlanThreads / kWarp)
       choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
@@ -227,6 +230,36 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
 }
 
+template <int kPerLane>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
+                                                            int most_items) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  plan_pairs<kPerLane>(p, rows_of_item, most_items);
+}
+
+// All of it for a few tokens, by one cluster: its first block plans when all of them have written their logits. The router, which no
+// kernel in front writes, is on its way before these end.
+template <class Weight, int kTokens, int kPerLane>
+__global__ void __launch_bounds__(kPlanThreads) route_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
+                                                             int most_items) {
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();
+  const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kPlanThreads + threadIdx.x) / kWarp;
+  const int scores = p.num_experts + p.has_shared, items = scores * int((p.num_tokens + kTokens - 1) / kTokens);
+  if (warp < scores) {
+    const int64_t bytes = p.hidden * int64_t(sizeof(Weight));
+    const char* row = static_cast<const char*>(p.router) + warp * bytes;
+    for (int64_t byte = lane * 128; byte < bytes; byte += kWarp * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
+  }
+  wait_for_previous_kernel();
+  for (int item = warp; item < items; item += kRouteBlocks * kPlanThreads / kWarp)
+    sum_logits<Weight, kTokens>(p, item % scores, int64_t(item / scores) * kTokens, lane);
+  cluster_sync();
+  if (blockIdx.x == 0) plan_pairs<kPerLane>(p, rows_of_item, most_items);
+#endif
+}
+
 template <class Weight, int kTokens>
 const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
   const unsigned across = blocks_for(p.num_experts + p.has_shared, kLogitWarps), along = blocks_for(p.num_tokens, kTokens);
@@ -240,15 +273,29 @@ const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_la
   return p.num_tokens < 64 ? launch_logits<Weight, 4>(p, how) : launch_logits<Weight, 8>(p, how);
 }
 
-template <int kPerLane>
-const char* launch_choice(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+template <class Weight, int kPerLane>
+const char* launch_route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
   const int64_t pairs = p.num_tokens * p.chosen;
   const int rows = int(mlspec_cuda_rows_of_item(pairs, p.num_experts)), items = int(mlspec_cuda_most_items(pairs, p.num_experts));
+  if constexpr (kPerLane <= kRoutePerLane) {
+    const RowGrid cluster{dim3(kRouteBlocks), kPlanThreads, 0, kRouteBlocks};
+    if (how.clusters && p.num_tokens == 1) return launch_rows(how, cluster, route_kernel<Weight, 1, kPerLane>, p, rows, items);
+    if (how.clusters && p.num_tokens <= kRouteTokens)
+      return launch_rows(how, cluster, route_kernel<Weight, 4, kPerLane>, p, rows, items);
+  }
+  if (const char* problem = launch_logits<Weight>(p, how)) return problem;
   if (p.num_tokens <= kPlanThreads / kWarp)
     return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<kPerLane>, p, rows, items);
   const RowGrid grid{dim3(blocks_for(p.num_tokens, kChooseWarps)), kChooseWarps * kWarp};
   if (const char* problem = launch_rows(how, grid, choose_kernel<kPerLane>, p)) return problem;
   return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, rows, items);
+}
+
+template <class Weight>
+const char* route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+  if (p.num_experts <= 4 * kWarp) return launch_route<Weight, 4>(p, how);
+  if (p.num_experts <= kRoutePerLane * kWarp) return launch_route<Weight, kRoutePerLane>(p, how);
+  return launch_route<Weight, MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, how);
 }
 
 }  // namespace
@@ -262,11 +309,9 @@ extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing
   if (p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS || p.chosen < 1 || p.chosen > p.num_experts)
     return "routing takes 1 to 1024 experts, and a token goes to 1 or more of them";
   if (p.choice_bias && (p.groups < 1 || p.groups > MLSPEC_CUDA_MOST_GROUPS || p.num_experts % p.groups || p.chosen_groups < 1 ||
-                        p.chosen_groups > p.groups || (p.chosen_groups < p.groups && p.num_experts < 2 * p.groups) || p.chosen > p.num_experts / p.groups * p.chosen_groups))
+                        p.chosen_groups > p.groups || (p.chosen_groups < p.groups && p.num_experts < 2 * p.groups) ||
+                        p.chosen > p.num_experts / p.groups * p.chosen_groups))
     return "routing by sigmoids takes 1 to 64 equal groups of experts, of which those looked at hold as many as a token goes to";
   if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
-  const char* problem = p.router_is_float32 ? launch_logits<float>(p, *how) : launch_logits<__nv_bfloat16>(p, *how);
-  if (problem) return problem;
-  if (p.num_experts <= 256) return p.num_experts <= 128 ? launch_choice<4>(p, *how) : launch_choice<8>(p, *how);
-  return launch_choice<MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, *how);
+  return p.router_is_float32 ? route<float>(p, *how) : route<__nv_bfloat16>(p, *how);
 }
