@@ -21,6 +21,7 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -223,6 +224,36 @@ def test_a_shared_expert_in_every_format(format):
     error = ((found - exact).norm(dim=-1) / exact.norm(dim=-1))[firm]
     assert len(error) > 5
     assert float(error.median()) < 0.02
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense experts", "int4 experts"])
+def test_int4_that_is_dequantized_first_is_the_model_with_those_dense_weights(experts):
+    """Shared experts and routed ones, whose activations lie as dense kernels read them; token by token the same bits."""
+    shape = {**PACKED_MIXTURE, "shared_expert_intermediate_size": 64}
+    model, ids = packed(random_model("qwen2-moe", torch.bfloat16, **shape), "int4"), some_ids(8)
+    switch = next(module.switch for module in model.modules() if isinstance(module, PackedLinear))
+    for path, module in list(model.named_modules()) if experts else []:
+        if path.endswith(".experts"):
+            own = PackedExperts.from_module(module, "int4", switch, path, group_size=32)
+            model.set_submodule(path, own.eval())
+    switch.multiply = "dequant"
+    exact, firm = exact_and_firm(model, ids)
+    found = scored_together(model, ids)
+    error = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1))[firm]
+    assert len(error) > 5
+    assert float(error.median()) < 0.02
+    single = runner_of(model, 2)
+    steps = [single.feed([row[: i + 1] for row in ids[:2].tolist()])[:, 0] for i in range(LENGTH)]
+    assert torch.equal(torch.stack(steps, dim=1), found[:2])
+    switch.multiply = "fused"
+    assert not torch.equal(scored_together(model, ids), found)
+
+
+def test_experts_that_are_dequantized_first_run_by_module_on_a_gpu():
+    model = packed_mixture("qwen3-moe", "int4", group_size=32)
+    model.get_submodule(LAYER).experts.switch.multiply = "dequant"
+    with pytest.raises(UnknownArchitecture, match="its experts multiply by 'dequant', which the CUDA decoder does for"):
+        CudaDecoder(model)
 
 
 def test_a_shared_expert_whose_planes_are_streamed_runs_by_module():
