@@ -18,6 +18,7 @@ from .dense import _bf16_linear, _f32_linear
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .operator import CACHE_FLOATS, Operands, operator
+from .rows import _rms_norm
 
 
 def rows_of_item(pairs: int, experts: int) -> int:
@@ -273,3 +274,21 @@ def weighted_rows(rows: Tensor, weights: Tensor, shared: Tensor | None) -> Tenso
     if shared is not None:
         total = total + (shared.float() * weights[:, chosen, None] if weights.shape[1] > chosen else shared.float())
     return total.to(rows.dtype)
+
+
+def _check_weighted_norm(given: Operands) -> None:
+    _check_weighted(given)
+    given.require_part("residual", given.rows.dtype, (len(given.weights), given.rows.shape[1]))
+    given.require_float("weight")
+    given.require_shape("weight", given.rows.shape[1:])
+
+
+@operator(_check_weighted_norm, lambda given: (
+    given.residual.new_empty(given.residual.shape), given.residual.new_empty(given.residual.shape)
+), composed_on_cpu=True)  # fmt: skip
+def weighted_norm_rows(
+    rows: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``weighted_rows``, with the same bits -> what is normed, and the sum with residual. On a GPU one
+    kernel, and rows have up to 16,384 columns."""
+    return _rms_norm(weighted_rows(rows, weights, shared), weight, eps, residual)

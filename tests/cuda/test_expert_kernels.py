@@ -64,7 +64,7 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
         assert rows.max() <= rows_of_item(own.numel(), count)
 
 
-# Experts, chosen, hidden, groups, of which so many are looked at; DeepSeek-V3's, lanes that are not full, most groups, the most.
+# Experts, chosen, hidden, groups, of which so many are looked at; lanes that are not full, most groups, most experts.
 SIGMOIDS = ((256, 8, 512, 8, 4), (128, 8, 256, 1, 1), (40, 3, 72, 5, 2), (6, 2, 64, 3, 1), (128, 6, 64, 64, 40),
             (1024, 32, 64, 16, 3))  # fmt: skip
 
@@ -260,6 +260,26 @@ def test_a_token_is_summed_in_its_own_order(shared, weighed):
     for n in (1, 9, 33):
         part = ops.weighted_rows(rows[: n * 6], given[:n].contiguous(), None if beside is None else beside[:n])
         assert torch.equal(part, y[:n])
+
+
+@pytest.mark.parametrize("width", [64, 2048, 2880, 8000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shared", "weighed"), [(False, False), (True, True), (True, False)])
+def test_summed_and_normed_at_once_it_has_the_same_bits(shared, weighed, dtype, width):
+    rows = torch.randn(40 * 6, width, device=DEVICE).bfloat16()
+    weights = torch.rand(40, 6 + weighed, device=DEVICE)
+    beside = torch.randn(40, width, device=DEVICE).bfloat16() if shared else None
+    residual, weight = torch.randn(40, width, device=DEVICE).bfloat16(), torch.randn(width, device=DEVICE).to(dtype)
+    poison((40, width), (40, width))
+    normed, total = ops.weighted_norm_rows(rows, weights, beside, residual, weight, 1e-6)
+    expected = ops.rms_norm(ops.weighted_rows(rows, weights, beside), weight, 1e-6, residual)
+    assert torch.equal(normed, expected[0])
+    assert torch.equal(total, expected[1])
+    one = None if beside is None else beside[3:4]
+    alone = ops.weighted_norm_rows(rows[18:24], weights[3:4], one, residual[3:4], weight, 1e-6)
+    assert torch.equal(alone[0], normed[3:4])
+    with pytest.raises(ValueError, match=r"weighted_norm_rows: residual has shape \[39, \d+\], expected \[40, \d+\]"):
+        ops.weighted_norm_rows(rows, weights, beside, residual[1:], weight, 1e-6)
 
 
 def test_a_layer_only_enqueues_and_can_be_captured():

@@ -228,7 +228,7 @@ def test_a_shared_expert_in_every_format(format):
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense experts", "int4 experts"])
 def test_int4_that_is_dequantized_first_is_the_model_with_those_dense_weights(experts):
-    """Shared experts and routed ones, whose activations lie as dense kernels read them; token by token the same bits."""
+    """Shared experts and routed ones, whose activations lie as dense kernels read them."""
     shape = {**PACKED_MIXTURE, "shared_expert_intermediate_size": 64}
     model, ids = packed(random_model("qwen2-moe", torch.bfloat16, **shape), "int4"), some_ids(8)
     switch = next(module.switch for module in model.modules() if isinstance(module, PackedLinear))
@@ -252,7 +252,7 @@ def test_int4_that_is_dequantized_first_is_the_model_with_those_dense_weights(ex
 def test_experts_that_are_dequantized_first_run_by_module_on_a_gpu():
     model = packed_mixture("qwen3-moe", "int4", group_size=32)
     model.get_submodule(LAYER).experts.switch.multiply = "dequant"
-    with pytest.raises(UnknownArchitecture, match="its experts multiply by 'dequant', which the CUDA decoder does for"):
+    with pytest.raises(UnknownArchitecture, match="its experts multiply by 'dequant', which the CUDA decoder does"):
         CudaDecoder(model)
 
 

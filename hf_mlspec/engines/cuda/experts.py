@@ -18,6 +18,7 @@ from .weights import JoinedLinear, joined
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _MOST, _MOST_GROUPS = 1024, 64  # MLSPEC_CUDA_MOST_EXPERTS, MLSPEC_CUDA_MOST_GROUPS
+_MOST_NORMED = 16384  # columns of a row that one kernel sums and norms
 
 
 class DenseExperts:
@@ -54,6 +55,25 @@ class FourBitExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What the experts of a layer add, before it is summed: as `ops.weighted_rows` takes it."""
+
+    rows: Tensor
+    weights: Tensor
+    shared: Tensor | None
+
+    def summed(self) -> Tensor:
+        """``[n, hidden]``"""
+        return ops.weighted_rows(self.rows, self.weights, self.shared)
+
+    def normed(self, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The RMS norm of the sum with total, and that sum."""
+        if total.shape[1] > _MOST_NORMED:
+            return ops.rms_norm(self.summed(), weight, eps, total)
+        return ops.weighted_norm_rows(self.rows, self.weights, self.shared, total, weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
@@ -75,8 +95,8 @@ class ExpertLayer:
     extra_bytes: int
     sigmoids: tuple
 
-    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> Tensor:
-        """``[n, hidden]`` -> what the experts add, of the same shape. activation: a number of ops.rows.ACTIVATIONS."""
+    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> ExpertRows:
+        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS."""
         how = self.count, self.chosen, int(self.renormalize)
         experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
         gate_up = self.up(normed, experts, plan, bits)
@@ -86,7 +106,7 @@ class ExpertLayer:
         if self.shared:
             gate_up, down = self.shared
             beside = down(ops.gated(gate_up(normed, bits), activation), bits)
-        return ops.weighted_rows(rows, weights, beside)
+        return ExpertRows(rows, weights, beside)
 
 
 def expert_layer(block: ExpertBlock) -> ExpertLayer:

@@ -161,8 +161,8 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias);
 }
 
-Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {
-  constexpr const char* op = "weighted_rows";
+// All but y.
+mlspec_cuda_weighted check_weighted(const char* op, const Tensor& rows, const Tensor& weights, const Maybe& shared) {
   check_bf16(op, "rows", rows);
   TORCH_CHECK_VALUE(rows.dim() == 2 && weights.dim() == 2, op, ": rows has shape ", rows.sizes(), " and weights ", weights.sizes(),
                     ", expected [n * chosen, width] and [n, chosen]");
@@ -174,18 +174,41 @@ Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& sha
   if (shared) check_part(op, "shared", *shared, at::kBFloat16, {tokens, width}, "rows", rows);
   TORCH_CHECK_VALUE(chosen >= 1 && width % 8 == 0, op, ": rows has ", width, " columns, ", chosen,
                     " a token, the CUDA kernels take multiples of 8, one or more");
-  const CudaCall call(op, rows);
-  const Tensor y = at::empty({tokens, width}, rows.options());
-  if (y.numel() == 0) return y;
   mlspec_cuda_weighted args{};
   args.rows = rows.const_data_ptr(), args.weights = weights.const_data_ptr<float>();
   args.shared = shared ? shared->const_data_ptr() : nullptr;
+  args.num_tokens = tokens, args.width = width;
+  args.chosen = static_cast<int32_t>(chosen), args.weights_of_token = static_cast<int32_t>(most);
+  return args;
+}
+
+Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {
+  constexpr const char* op = "weighted_rows";
+  mlspec_cuda_weighted args = check_weighted(op, rows, weights, shared);
+  const CudaCall call(op, rows);
+  const Tensor y = at::empty({args.num_tokens, args.width}, rows.options());
+  if (y.numel() == 0) return y;
   args.y = y.mutable_data_ptr();
-  args.num_tokens = tokens, args.width = width, args.chosen = static_cast<int32_t>(chosen);
-  args.weights_of_token = static_cast<int32_t>(most);
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_weighted_rows(&args, &launch));
   return y;
+}
+
+std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared, const Tensor& residual,
+                                              const Tensor& weight, double eps) {
+  constexpr const char* op = "weighted_norm_rows";
+  const mlspec_cuda_weighted args = check_weighted(op, rows, weights, shared);
+  check_part(op, "residual", residual, at::kBFloat16, {args.num_tokens, args.width}, "rows", rows);
+  const bool narrow = weight.scalar_type() == at::kBFloat16;
+  check_part(op, "weight", weight, narrow ? at::kBFloat16 : at::kFloat, {args.width}, "rows", rows);
+  const CudaCall call(op, rows);
+  const Tensor normed = at::empty(residual.sizes(), rows.options()), total = at::empty(residual.sizes(), rows.options());
+  if (normed.numel() == 0) return {normed, total};
+  const mlspec_cuda_weighted_norm norm{residual.const_data_ptr(), weight.const_data_ptr(), normed.mutable_data_ptr(),
+                                       total.mutable_data_ptr(), narrow, static_cast<float>(eps)};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_weighted_norm_rows(&args, &norm, &launch));
+  return {normed, total};
 }
 
 }  // namespace
@@ -196,4 +219,5 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);
   m.impl("weighted_rows", weighted_rows);
+  m.impl("weighted_norm_rows", weighted_norm_rows);
 }

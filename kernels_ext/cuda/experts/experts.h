@@ -68,6 +68,17 @@ typedef struct {
 
 const char* mlspec_cuda_weighted_rows(const mlspec_cuda_weighted* args, const mlspec_cuda_row_launch* how);
 
+typedef struct {
+  const void *residual, *weight;  // bfloat16 [tokens, width]; [width], float32 or bfloat16
+  void *normed, *total;           // bfloat16 [tokens, width]: mlspec_cuda_rms_norm of y and residual, with the same bits
+  int32_t weight_is_bf16;
+  float eps;
+} mlspec_cuda_weighted_norm;
+
+// In place of y, which is not written. Width up to 16384.
+const char* mlspec_cuda_weighted_norm_rows(const mlspec_cuda_weighted* args, const mlspec_cuda_weighted_norm* norm,
+                                           const mlspec_cuda_row_launch* how);
+
 #ifdef __cplusplus
 }
 #endif
