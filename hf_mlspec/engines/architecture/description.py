@@ -28,7 +28,7 @@ CPU_WORDS = {
     "head_gates": ("behind each query",),
 }
 GATES = ("halves", "clamped pairs")  # of experts
-SCORES = ("softmax", "sigmoid")  # of experts; the decoder of GPUs takes the first
+SCORES = ("softmax", "sigmoid")  # of experts
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -248,9 +248,6 @@ def not_served(description: Description, decoder: str) -> str | None:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
     if decoder == "cuda" and description.delta is not None:
         return f"delta {description.delta.kind!r}; the compiled decoder {_OF[decoder]}has none"
-    scores = SCORES[0] if description.experts is None else description.experts.scores
-    if decoder == "cuda" and scores != SCORES[0]:
-        return f"scores {scores!r} of experts; the compiled decoder {_OF[decoder]}takes {SCORES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

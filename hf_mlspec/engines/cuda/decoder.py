@@ -25,7 +25,7 @@ from .. import architecture
 from ..architecture import NORMS, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .experts import require_served_experts
+from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
 from .streamed import StreamedPlanesLinear
@@ -169,10 +169,11 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
-        """What a layer's MLP, or its experts, add."""
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor | ExpertRows:
+        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
-            return layer.experts(normed, self._activation, bits)
+            added = layer.experts(normed, self._activation, bits)
+            return added if layer.mlp_out is None else added.summed()
         return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
