@@ -88,6 +88,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",
     "unprepack_int4_int8",

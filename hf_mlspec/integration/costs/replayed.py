@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 
 from ... import ops
+from ...engines.cuda.states import DeltaStates
 from ...engines.cuda.steps import recorded
 from ...engines.engine import Engine
 from ...engines.memory import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
+from ...ops.delta import KEEP
 from ...speculation.costs import LONG, TOKENS
 
 POSITIONS = LONG + TOKENS[-1]  # of the longest row that is timed
@@ -25,7 +27,9 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     decoder, bits = engine.decoder, engine.bits
     decoder.reserve_positions(POSITIONS)
     slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
-    kv = new_kv(decoder, 1, slots, engine.kept_in)
+    kv, states = new_kv(decoder, 1, slots, engine.kept_in), None
+    if decoder.num_recurrent:
+        states = DeltaStates.new(decoder.sizes.delta, decoder.num_recurrent, 1, decoder.dtype, decoder.device)
     graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:
@@ -33,8 +37,11 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         starts, counts = (torch.full((1,), n, dtype=torch.int32, device=decoder.device) for n in (slots, count))
 
         def run() -> None:
+            if states is not None:
+                states.marks.copy_(starts)
             for _ in range(PASSES):
-                ops.choose_rows(decoder.forward(ids, starts, counts, kv, bits=bits), decoder.logit_softcap)
+                logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states, settles=KEEP)
+                ops.choose_rows(logits, decoder.logit_softcap)
 
         return run
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from ... import ops
 from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.engine import soft_capped
+from ...engines.cuda.states import DeltaStates
 from ...formats import CacheFormat
+from ...ops.delta import AT_START, KEEP
 from ...precision import Bits
 from .state import RoundState
 
@@ -32,7 +34,7 @@ class RoundLevel:
 
     kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own, in cache_format, None for
     keys and values as they are computed. most: where nothing else is said, steps of the last level's draft; of a level
-    in the middle the rounds that make one. vocab_size: tokens the level above knows. draft_window: as
+    in the middle the rounds that make one. states: of layers that are recurrent, the target's. vocab_size: tokens the level above knows. draft_window: as
     `Engine.draft_window`.
     """
 
@@ -46,6 +48,7 @@ class RoundLevel:
     draft_window: int = 0
     cache_format: CacheFormat | None = None
     kv: Tensor | None = None
+    states: DeltaStates | None = None
 
 
 @dataclass
@@ -106,12 +109,17 @@ class RoundProgram:
                 self._plan(0, 1)
         else:
             self._plan_draft(1)
-            self._plan(0, self.handed_up(1) + 1)
+            self._plan(0, self.most_checked)
 
     def handed_up(self, index: int) -> int:
         """The most tokens a level below the target drafts for a check."""
         most = self.most[index]
         return most if index + 1 == len(self.levels) else most * (self.handed_up(index + 1) + 1)
+
+    @property
+    def most_checked(self) -> int:
+        """Tokens of the target's check."""
+        return 1 if len(self.levels) == 1 else self.handed_up(1) + 1
 
     @property
     def layers(self) -> int:
@@ -204,6 +212,8 @@ class RoundProgram:
     def _forward(self, index: int, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
         level, view = self.levels[index], {"bits": self.levels[index].bits, "draft_window": self.windows[index]}
         kv = level.kv[: level.decoder.num_layers, :, : len(ids)]
+        if level.states is not None:
+            view |= {"states": level.states.part(0, len(ids)), "settles": KEEP if index else AT_START}
         logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, **view)
         return logits if logits.shape[1] <= level.vocab_size else logits[:, : level.vocab_size].contiguous()
 

@@ -94,14 +94,18 @@ class Reading:
 
 def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], draft_window: int = 0) -> int:
     """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places, tokens seeing
-    what the window leaves; -> steps run."""
+    what the window leaves; -> steps run. Where layers keep states, from the first token on."""
     steps, first = 0, 0
+    if level.states is not None:
+        level.states.forget(places)
+        cached = [0] * len(rows)
     while first < len(rows):
         last = first + 1
         while last < len(rows) and places[last] == places[last - 1] + 1:
             last += 1
         kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window)
+        states = None if level.states is None else level.states.part(places[first], places[last - 1] + 1)
+        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window, states)
         first = last
     return steps
 
