@@ -10,8 +10,8 @@ from __future__ import annotations
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
-from .dense import bf16_linear, f32_linear
 from .delta import delta_rows, sigmoid_gated
+from .dense import bf16_linear, f32_linear
 from .experts import dense_expert_rows, int4_expert_rows, mxfp4_expert_rows, route_rows, weighted_rows
 from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4

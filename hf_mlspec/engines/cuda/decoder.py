@@ -53,8 +53,9 @@ class CudaDecoder:
     """A model's layers as calls of ops, on the weights the model has.
 
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
-    what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep keys
-    and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
+    what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep
+    keys and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values
+    and logits. max_positions: the length past which the model's rotation changes for
     the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
     calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
@@ -127,19 +128,10 @@ class CudaDecoder:
                 self.positions = positions  # last: other threads look at it
 
     def forward(
-        self,
-        ids: Tensor,
-        starts: Tensor,
-        counts: Tensor,
-        kv: Tensor,
-        *,
-        pick: Tensor | None = None,
-        bits: Bits = OWN_BITS,
-        packing: Packing | None = None,
-        draft_window: int = 0,
-        states: DeltaStates | None = None,
-        settles: int = AT_START,
-    ) -> Tensor:
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None = None,
+        bits: Bits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
+        states: DeltaStates | None = None, settles: int = AT_START,
+    ) -> Tensor:  # fmt: skip
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
@@ -157,11 +149,7 @@ class CudaDecoder:
         added = None  # what the next norm adds to the residual stream first
         for layer in self._layers:
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            if layer.delta is None:
-                cache = caches[2 * layer.index : 2 * layer.index + 2]
-                added = self._attend(layer, normed, *cache, lanes, bits)
-            else:
-                added = layer.delta(normed, lanes, states, settles, eps, bits)
+            added = self._mix(layer, normed, caches, (states, settles), lanes, bits)
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
@@ -173,7 +161,18 @@ class CudaDecoder:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         if states is not None:
             states.settle(starts, counts, settles)
-        normed, _ = normed_sum(total, added, self._final_norm, eps)
+        return self._logits(total, added, pick, bits)
+
+    def _mix(
+        self, layer: Layer, normed: Tensor, caches: tuple, kept: tuple, lanes: tuple, bits: Bits
+    ) -> Tensor:
+        """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
+        if layer.delta is not None:
+            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+        return self._attend(layer, normed, *caches[2 * layer.index : 2 * layer.index + 2], lanes, bits)
+
+    def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
+        normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
@@ -280,8 +279,8 @@ def require_served(found: Outline) -> None:
         raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
     if sizes.delta is not None and (sizes.delta.key_dim % 4 or sizes.delta.value_dim % 4):
         raise UnknownArchitecture(
-            f"its delta nets have heads of {sizes.delta.key_dim} and {sizes.delta.value_dim} elements, the kernels of a "
-            "GPU take multiples of 4"
+            f"its delta nets have heads of {sizes.delta.key_dim} and {sizes.delta.value_dim} elements, the kernels of "
+            "a GPU take multiples of 4"
         )
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...ops.compiled_decoder import DeltaSizes
 from ...ops.delta import AT_END, KEEP
+from ..architecture.delta import MOST_TAPS
 
 WINDOW = 64  # tokens of a row whose inputs are kept at least
 
@@ -77,7 +78,7 @@ class DeltaStates(NamedTuple):
         self.marks[place] = self.marks[row]
 
     def grown(self, rows: int, window: int) -> DeltaStates:
-        """The same in larger tensors."""
+        """The same in larger tensors; a window that differs is twice as large at least."""
         layers, _, *heads = self.states.shape
         with torch.inference_mode(False):
             states = self.states.new_zeros(layers, rows, *heads)
@@ -86,9 +87,9 @@ class DeltaStates(NamedTuple):
         states[:, : self.rows], marks[: self.rows] = self.states, self.marks
         if window == self.window:
             inputs[:, : self.rows] = self.inputs
-        else:  # token p moves from place p % window; those before the oldest one that counts may be anything
+        else:  # token p moves from place p % window; of those that share one the other counts no more
             for row, mark in enumerate(self.marks.tolist()):
-                tokens = torch.arange(max(0, mark - 8), mark + self.window - 8, device=inputs.device)
+                tokens = torch.arange(max(0, mark - MOST_TAPS), mark + self.window, device=inputs.device)
                 inputs[:, row, tokens % window] = self.inputs[:, row, tokens % self.window]
         return DeltaStates(states, inputs, marks)
 

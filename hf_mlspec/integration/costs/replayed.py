@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from ... import ops
+from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.states import DeltaStates
 from ...engines.cuda.steps import recorded
 from ...engines.engine import Engine
 from ...engines.memory import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
-from ...ops.delta import KEEP
 from ...speculation.costs import LONG, TOKENS
 
 POSITIONS = LONG + TOKENS[-1]  # of the longest row that is timed
@@ -27,9 +27,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     decoder, bits = engine.decoder, engine.bits
     decoder.reserve_positions(POSITIONS)
     slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
-    kv, states = new_kv(decoder, 1, slots, engine.kept_in), None
-    if decoder.num_recurrent:
-        states = DeltaStates.new(decoder.sizes.delta, decoder.num_recurrent, 1, decoder.dtype, decoder.device)
+    kv, states = new_kv(decoder, 1, slots, engine.kept_in), _states(decoder)
     graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:
@@ -37,10 +35,8 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         starts, counts = (torch.full((1,), n, dtype=torch.int32, device=decoder.device) for n in (slots, count))
 
         def run() -> None:
-            if states is not None:
-                states.marks.copy_(starts)
             for _ in range(PASSES):
-                logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states, settles=KEEP)
+                logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states)
                 ops.choose_rows(logits, decoder.logit_softcap)
 
         return run
@@ -64,3 +60,10 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         torch.cuda.synchronize(decoder.device)
 
     return run
+
+
+def _states(decoder: CudaDecoder) -> DeltaStates | None:
+    """Of the row; behind any number of tokens they cost the same, whatever comes out."""
+    if not decoder.num_recurrent:
+        return None
+    return DeltaStates.new(decoder.sizes.delta, decoder.num_recurrent, 1, decoder.dtype, decoder.device)

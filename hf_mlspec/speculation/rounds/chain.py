@@ -160,7 +160,7 @@ class CapturedChain:
         return moved(level.kv, level.kv.shape[2], self.batch, self.slots, spend=True)
 
     def _more_states(self, level: RoundLevel) -> DeltaStates | None:
-        """States for all rows, of recurrent layers; inputs for a draft beside all that a check before may have kept."""
+        """States of recurrent layers for all rows, inputs for a draft beside what the check before may have kept."""
         decoder, sizes = level.decoder, level.decoder.sizes.delta
         if not decoder.num_recurrent:
             return None

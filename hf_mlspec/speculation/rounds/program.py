@@ -33,8 +33,9 @@ class RoundLevel:
     """A level of a captured chain.
 
     kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own, in cache_format, None for
-    keys and values as they are computed. most: where nothing else is said, steps of the last level's draft; of a level
-    in the middle the rounds that make one. states: of layers that are recurrent, the target's. vocab_size: tokens the level above knows. draft_window: as
+    keys and values as they are computed. states: of recurrent layers, the target's. most: where nothing else is said,
+    steps of the last level's draft; of a level in the middle the rounds that make one. vocab_size: tokens the level
+    above knows. draft_window: as
     `Engine.draft_window`.
     """
 
