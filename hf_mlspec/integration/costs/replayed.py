@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ... import ops
 from ...engines.cuda.decoder import CudaDecoder
@@ -35,6 +36,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         starts, counts = (torch.full((1,), n, dtype=torch.int32, device=decoder.device) for n in (slots, count))
 
         def run() -> None:
+            _begin(states, starts)
             for _ in range(PASSES):
                 logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states)
                 ops.choose_rows(logits, decoder.logit_softcap)
@@ -63,7 +65,13 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
 
 
 def _states(decoder: CudaDecoder) -> DeltaStates | None:
-    """Of the row; behind any number of tokens they cost the same, whatever comes out."""
+    """Of the row that is timed."""
     if not decoder.num_recurrent:
         return None
     return DeltaStates.new(decoder.sizes.delta, decoder.num_recurrent, 1, decoder.dtype, decoder.device)
+
+
+def _begin(states: DeltaStates | None, starts: Tensor) -> None:
+    """They count as those behind so many tokens, whatever comes out: the cost is the same."""
+    if states is not None:
+        states.marks.copy_(starts)
