@@ -61,8 +61,8 @@ def exact(qkvz: Tensor, ba: Tensor, net: Net) -> Tensor:
 class Rows:
     """Two rows that are fed from any token that their states reach."""
 
-    def __init__(self, qkvz: Tensor, ba: Tensor, net: Net, sizes: list[int] = SIZES):
-        self.given, self.net, self.sizes = (qkvz, ba), net, sizes
+    def __init__(self, qkvz: Tensor, ba: Tensor, net: Net, sizes: list[int] = SIZES, behind: int = 0):
+        self.given, self.net, self.sizes, self.behind = (qkvz, ba), net, sizes, behind
         self.states = torch.zeros(2, *sizes[1:], device=qkvz.device)
         kept = net.taps.shape[1] + ba.shape[2]
         self.inputs = torch.zeros(2, WINDOW, kept, dtype=qkvz.dtype, device=qkvz.device)
@@ -77,11 +77,13 @@ class Rows:
                 padded[r, :count] = all[r, start : start + count]
         first, given = (torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, counts))
         kept = first, given, self.marks, self.states, self.inputs
-        out = ops.delta_rows(qkvz, ba, *self.net, *kept, self.sizes, settles)
+        out = ops.delta_rows(qkvz, ba, *self.net, *kept, self.sizes, settles, self.behind)
         assert not out[0, counts[0] :].any()
         assert not out[1, counts[1] :].any()
         if settles != KEEP:
-            self.marks = torch.where(given > 0, first + (given if settles == AT_END else 0), self.marks)
+            held = torch.where(first > 0, self.marks, 0)
+            reached = torch.maximum(first + (given if settles == AT_END else 0) - self.behind, held)
+            self.marks = torch.where(given > 0, reached, self.marks)
         return [line[:count] for line, count in zip(out, counts, strict=True)]
 
 

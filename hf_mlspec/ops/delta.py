@@ -44,6 +44,8 @@ def _check_delta_rows(given: Operands) -> None:
     given.require_part("states", torch.float32, (batch, value_heads, key_dim, value_dim))
     given.require_part("inputs", given.qkvz.dtype, (batch, given.inputs.shape[1], channels + gates))
     given.require_choice("settles", (KEEP, AT_START, AT_END))
+    if not 0 <= given.behind <= given.inputs.shape[1]:
+        raise ValueError(f"{given.op}: behind is {given.behind}, expected 0 to {given.inputs.shape[1]}")
 
 
 @operator(_check_delta_rows, lambda given: given.qkvz.new_empty(
@@ -51,7 +53,7 @@ def _check_delta_rows(given: Operands) -> None:
 ), writes=("states", "inputs"), composed_on_cpu=True)  # fmt: skip
 def delta_rows(
     qkvz: Tensor, ba: Tensor, taps: Tensor, rate: Tensor, shift: Tensor, norm: Tensor, eps: float, starts: Tensor,
-    counts: Tensor, marks: Tensor, states: Tensor, inputs: Tensor, sizes: list[int], settles: int,
+    counts: Tensor, marks: Tensor, states: Tensor, inputs: Tensor, sizes: list[int], settles: int, behind: int,
 ) -> Tensor:  # fmt: skip
     """qkvz float32 or bfloat16 ``[batch, width, channels + values]``: queries, keys, values, gates; ba ``[batch,
     width, 2 value_heads]`` -> what heads give, normed and gated, ``[batch, width, values]``, zeros for padding.
@@ -61,7 +63,8 @@ def delta_rows(
     one of 0 tokens. inputs ``[batch, window, channels + 2 value_heads]``: of token p in place p % window; those from
     marks[r] - taps + 1 on are there, and the tokens up to starts[r] run again. Where starts[r] is 0, marks[r] counts
     as 0. A row without such a state gives NaN. settles: whether the state stays (KEEP), becomes that behind starts[r]
-    tokens (AT_START) or behind all (AT_END); the caller sets marks for it.
+    tokens (AT_START) or behind all (AT_END), or that of `behind` tokens fewer, unless it is of more already; the
+    caller sets marks for it.
 
     taps float32 ``[taps, channels]``, of the oldest token first; rate, shift ``[value_heads]``, norm ``[value_dim]``
     as of a `DeltaNet`; sizes: key heads, value heads, elements of both. On a GPU qkvz is bfloat16.
@@ -72,14 +75,18 @@ def delta_rows(
         if count > 0:
             net = taps, rate, shift, norm, eps, sizes
             own = states[row], inputs[row]
-            _delta_row(qkvz[row, :count], ba[row, :count], net, start, mark, own, settles, out[row])
+            settled = (None, start, start + count)[settles]
+            settled = None if settled is None else settled - behind
+            _delta_row(qkvz[row, :count], ba[row, :count], net, start, mark, own, settled, out[row])
     return out
 
 
 def _delta_row(
-    qkvz: Tensor, ba: Tensor, net: tuple, start: int, mark: int, own: tuple[Tensor, Tensor], settles: int, out: Tensor
-) -> None:
-    """One row, token by token: torch's functions give the same bits for the same shape."""
+    qkvz: Tensor, ba: Tensor, net: tuple, start: int, mark: int, own: tuple[Tensor, Tensor], settled: int | None,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """One row, token by token: torch's functions give the same bits for the same shape. settled: of how many tokens
+    the state is kept."""
     (taps, rate, shift, norm, eps, sizes), (state, inputs) = net, own
     channels, window = taps.shape[1], len(inputs)
     reached = 0 <= mark <= start and (not start or start - mark + len(taps) - 1 <= window)
@@ -92,7 +99,7 @@ def _delta_row(
         return kept.float()
 
     for p in range(mark, start + len(qkvz)):
-        if p == start and settles == AT_START and mark < start:
+        if p == settled and mark < p:
             state.copy_(current)
         own_taps = [token_at(p - len(taps) + 1 + tap)[:channels] * taps[tap] for tap in range(len(taps))
                     if p - len(taps) + 1 + tap >= 0]  # fmt: skip
@@ -102,7 +109,7 @@ def _delta_row(
             gates = qkvz[p - start, channels:].float().view_as(said)
             normed = said * torch.rsqrt(said.square().mean(-1, keepdim=True) + eps) * norm
             out[p - start] = (normed * F.silu(gates)).flatten()
-    if settles == AT_END:
+    if settled == start + len(qkvz):
         state.copy_(current)
     for p in range(max(start, start + len(qkvz) - window), start + len(qkvz)):
         inputs[p % window] = torch.cat([qkvz[p - start, :channels], ba[p - start]])

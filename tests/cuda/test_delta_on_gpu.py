@@ -8,6 +8,7 @@ from decoder_cases import check_captured_chain, random_ids
 from decoders import HYBRIDS, Lanes, random_model
 from delta_cases import CALLS, LENGTH, Rows, numbers
 
+import hf_mlspec
 from hf_mlspec import ops
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
@@ -30,7 +31,8 @@ def on_gpu(name: str, **options):
 def test_tokens_are_those_of_the_plain_op_with_one_set_of_bits(sizes, taps):
     plain = Rows(*numbers(torch.bfloat16, sizes, taps), sizes).feed([0, 0], [LENGTH] * 2, AT_END)
     given = numbers(torch.bfloat16, sizes, taps, "cuda")
-    rows, whole = Rows(*given, sizes), Rows(*given, sizes).feed([0, 0], [LENGTH] * 2, AT_END)
+    rows = Rows(*given, sizes, behind=3 * (sizes[0] == 1))
+    whole = Rows(*given, sizes).feed([0, 0], [LENGTH] * 2, AT_END)
     for r in range(2):
         assert float((whole[r].cpu().float() - plain[r]).norm() / plain[r].norm()) < 2e-3
     for starts, counts, settles in CALLS if taps == 4 else ():
@@ -116,3 +118,12 @@ def test_rows_that_are_taken_back_go_on_as_if_they_had_not_been():
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_captured_chains_write_what_the_target_alone_writes(name, levels):
     check_captured_chain(on_gpu(name, **PACKED), levels)
+
+
+@pytest.mark.parametrize("levels", [["copy"], ["mxfp4", "copy"]], ids=str)
+def test_a_draft_with_states_of_its_own_is_captured(levels):
+    """A copy of the target drafts what that takes."""
+    model, draft = on_gpu("qwen3.5", **PACKED), on_gpu("qwen3.5", **PACKED)
+    check_captured_chain(model, [draft if word == "copy" else word for word in levels])
+    if len(levels) == 1:
+        assert hf_mlspec.last_stats(model).levels[0].acceptance > 0.9

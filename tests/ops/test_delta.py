@@ -10,10 +10,11 @@ from hf_mlspec import ops
 from hf_mlspec.ops.delta import AT_END, AT_START, KEEP
 
 
+@pytest.mark.parametrize("behind", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_are_those_of_the_equations_whatever_was_taken_back(dtype):
+def test_tokens_are_those_of_the_equations_whatever_was_taken_back(dtype, behind):
     qkvz, ba, net = numbers(dtype)
-    rows, whole = Rows(qkvz, ba, net), Rows(qkvz, ba, net).feed([0, 0], [LENGTH] * 2, AT_END)
+    rows, whole = Rows(qkvz, ba, net, behind=behind), Rows(qkvz, ba, net).feed([0, 0], [LENGTH] * 2, AT_END)
     for r in range(2):
         wanted = exact(qkvz[r], ba[r], net)
         assert float((whole[r] - wanted).norm() / wanted.norm()) < (1e-5 if dtype == torch.float32 else 4e-3)
@@ -35,11 +36,11 @@ def test_a_row_without_its_state_is_not_a_number_and_one_that_begins_anew_is():
 def test_what_does_not_fit_is_named():
     qkvz, ba, net = numbers()
     rows, kept = Rows(qkvz, ba, net), torch.zeros(2, dtype=torch.int32)
-    given = [qkvz, ba, *net, kept, kept, kept, rows.states, rows.inputs, SIZES, KEEP]
+    given = [qkvz, ba, *net, kept, kept, kept, rows.states, rows.inputs, SIZES, KEEP, 0]
     for place, wrong, said in (
         (0, qkvz[:, :, 1:], "qkvz has shape"), (1, ba[:, :, 1:], "ba has shape"), (12, [2, 3, 12, 8], "sizes is"),
         (11, rows.inputs[:, :2], "window of as many tokens as taps"), (10, rows.states[:1], "states has shape"),
-        (13, 3, "settles is 3, choose one of"), (7, kept[:1], "starts has shape"),
+        (13, 3, "settles is 3, choose one of"), (7, kept[:1], "starts has shape"), (14, 17, "behind is 17"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             ops.delta_rows(*given[:place], wrong, *given[place + 1 :])

@@ -41,7 +41,7 @@ class DeltaLayer:
         numbers = [sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim]
         mixed = ops.delta_rows(
             qkvz, ba, net.taps, net.rate, net.shift, net.norm, eps, starts, counts, states.marks,
-            states.states[self.index], states.inputs[self.index], numbers, settles,
+            states.states[self.index], states.inputs[self.index], numbers, settles, states.behind,
         ).view(batch * width, -1)  # fmt: skip
         return self.out(mixed if packing is None else mixed.index_select(0, packing.take), bits)
 

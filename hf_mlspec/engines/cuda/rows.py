@@ -53,7 +53,7 @@ class CudaRows(DecoderRows):
         self.settled = [self.settled[r] for r in keep]
         if self.states is not None:
             index = torch.tensor(keep, dtype=torch.int64, device=self.decoder.device)
-            states, inputs, marks = self.states
+            states, inputs, marks, _ = self.states
             self.states = DeltaStates(states[:, index], inputs[:, index], marks[index])
 
     def admit(self, count: int) -> None:

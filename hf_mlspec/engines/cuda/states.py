@@ -23,16 +23,18 @@ WINDOW = 64  # tokens of a row whose inputs are kept at least
 
 class DeltaStates(NamedTuple):
     """States of rows. states: float32 ``[layers, rows, value_heads, key_dim, value_dim]``, inputs ``[layers, rows,
-    window, kept_width]``, marks int32 ``[rows]``, as `ops.delta_rows` takes them of a layer."""
+    window, kept_width]``, marks int32 ``[rows]``, behind: as `ops.delta_rows` takes them of a layer."""
 
     states: Tensor
     inputs: Tensor
     marks: Tensor
+    behind: int = 0
 
     @classmethod
     def new(
-        cls, sizes: DeltaSizes, layers: int, rows: int, dtype: torch.dtype, device: torch.device, window: int = WINDOW
-    ) -> DeltaStates:
+        cls, sizes: DeltaSizes, layers: int, rows: int, dtype: torch.dtype, device: torch.device, window: int = WINDOW,
+        behind: int = 0,
+    ) -> DeltaStates:  # fmt: skip
         """Of rows that hold no token; window: tokens of a row whose inputs are kept."""
         with torch.inference_mode(False):
             each = rows, sizes.value_heads, sizes.key_dim, sizes.value_dim
@@ -40,6 +42,7 @@ class DeltaStates(NamedTuple):
                 torch.zeros(layers, *each, device=device),
                 torch.zeros(layers, rows, window, sizes.kept_width, dtype=dtype, device=device),
                 torch.zeros(rows, dtype=torch.int32, device=device),
+                behind,
             )
 
     @staticmethod
@@ -61,11 +64,11 @@ class DeltaStates(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(tensor.nbytes for tensor in self)
+        return self.states.nbytes + self.inputs.nbytes + self.marks.nbytes
 
     def part(self, first: int, end: int) -> DeltaStates:
         """Those of rows first .. end, as views."""
-        return DeltaStates(self.states[:, first:end], self.inputs[:, first:end], self.marks[first:end])
+        return DeltaStates(self.states[:, first:end], self.inputs[:, first:end], self.marks[first:end], self.behind)
 
     def forget(self, rows: Sequence[int]) -> None:
         """Of these rows nothing is known any more."""
@@ -91,10 +94,12 @@ class DeltaStates(NamedTuple):
             for row, mark in enumerate(self.marks.tolist()):
                 tokens = torch.arange(max(0, mark - MOST_TAPS), mark + self.window, device=inputs.device)
                 inputs[:, row, tokens % window] = self.inputs[:, row, tokens % self.window]
-        return DeltaStates(states, inputs, marks)
+        return DeltaStates(states, inputs, marks, self.behind)
 
     def settle(self, starts: Tensor, counts: Tensor, how: int) -> None:
         """A call of these rows is done whose layers left states by this rule; only enqueues."""
         if how != KEEP:
             reached = starts + counts if how == AT_END else starts
+            if self.behind:
+                reached = torch.maximum(reached - self.behind, torch.where(starts > 0, self.marks, 0))
             self.marks.copy_(torch.where(counts > 0, reached, self.marks))

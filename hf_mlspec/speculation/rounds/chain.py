@@ -29,6 +29,8 @@ from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _WIDEST = 32  # tokens of a check that there is always room for, whatever a controller chooses
+_FED_AGAIN = 4  # tokens by which what a level below the target is fed may begin before what it was fed last
+_BESIDE = 24  # tokens whose inputs are kept beside those of two checks: taps, and what is fed again
 _OF_FREE = 0.9  # what caches may take of the memory that is free: graphs need some, too
 _KEPT = 2  # chains of a target: one with levels, and the target alone
 _keeping = threading.RLock()
@@ -90,7 +92,7 @@ class CapturedChain:
                 draft_window=self.seen - FIRST_SLOTS if windowed else 0,
             )  # fmt: skip
             states, width = self.levels[0].states, self._programs[plan].most_checked
-            if states is not None and 2 * width + self.levels[0].decoder.sizes.delta.taps > states.window:
+            if states is not None and 2 * width + _BESIDE > states.window:
                 raise ValueError(f"plan {plan} checks {width} tokens, recurrent layers keep {states.window} of a row")
         return self._programs[plan]
 
@@ -164,10 +166,11 @@ class CapturedChain:
         decoder, sizes = level.decoder, level.decoder.sizes.delta
         if not decoder.num_recurrent:
             return None
-        window = 1 << (2 * max(self._widest, _WIDEST) + sizes.taps - 1).bit_length()
+        window = 1 << (2 * max(self._widest, _WIDEST) + _BESIDE - 1).bit_length()
         if level.states is None:
+            behind = 0 if level is self.levels[0] else _FED_AGAIN
             how = decoder.dtype, decoder.device
-            return DeltaStates.new(sizes, decoder.num_recurrent, self.batch, *how, window)
+            return DeltaStates.new(sizes, decoder.num_recurrent, self.batch, *how, window, behind)
         return level.states.grown(max(self.batch, level.states.rows), level.states.window)
 
 

@@ -88,8 +88,6 @@ def _below(drafter: Drafter, longest: int) -> Level:
     if reason := too_long(drafter, longest):
         raise NotCaptured(reason)
     level = _level(judge.runner, judge.sampler, f"level {drafter.name}")
-    if level.own_cache and level.decoder.num_recurrent:
-        raise NotCaptured(f"level {drafter.name} keeps states of its own")
     level.threshold = drafter.threshold
     return level
 

@@ -38,7 +38,7 @@ mlspec_cuda_delta checked(const char* op, const Tensor& qkvz, const Tensor& ba, 
 
 Tensor delta_rows(const Tensor& qkvz, const Tensor& ba, const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm,
                   double eps, const Tensor& starts, const Tensor& counts, const Tensor& marks, const Tensor& states, const Tensor& inputs,
-                  at::IntArrayRef sizes, int64_t settles) {
+                  at::IntArrayRef sizes, int64_t settles, int64_t behind) {
   constexpr const char* op = "delta_rows";
   mlspec_cuda_delta args = checked(op, qkvz, ba, taps, sizes, states, inputs, settles);
   check_vector(op, "rate", rate, args.value_heads, "qkvz", qkvz, at::kFloat);
@@ -47,6 +47,8 @@ Tensor delta_rows(const Tensor& qkvz, const Tensor& ba, const Tensor& taps, cons
   check_vector(op, "starts", starts, args.batch, "qkvz", qkvz);
   check_vector(op, "counts", counts, args.batch, "qkvz", qkvz);
   check_vector(op, "marks", marks, args.batch, "qkvz", qkvz);
+  TORCH_CHECK_VALUE(behind >= 0 && behind <= args.window, op, ": behind is ", behind, ", expected 0 to ", args.window);
+  args.behind = static_cast<int32_t>(behind);
   TORCH_CHECK_VALUE(eps >= 0, op, ": eps is ", eps, ", expected 0 or a positive number");
   const CudaCall call(op, qkvz);
   const int64_t batch = args.batch, width = args.width, most = width + args.window, heads = args.value_heads;

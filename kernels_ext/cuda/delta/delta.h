@@ -25,6 +25,7 @@ typedef struct {
   void* out;                                 // bfloat16 [batch, width, value_heads * value_dim], zeros for padding
   int32_t batch, width, window, key_heads, value_heads, key_dim, value_dim, num_taps;
   int32_t settles;  // mlspec_state_rule
+  int32_t behind;   // tokens by which the state stays behind there, as far as it was
   float eps;
 } mlspec_cuda_delta;
 

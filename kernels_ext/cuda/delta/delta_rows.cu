@@ -85,9 +85,10 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_kernel(mlspec_cu
   StatePart<kRows> own;
   own.fill(span.lost ? __int_as_float(0x7FC00000) : 0.f);
   if (span.begin > 0 && !span.lost) own.load(state, first, a.key_dim, a.value_dim);
+  const int settled = (a.settles == MLSPEC_STATE_AT_END ? span.end : span.start) - a.behind;
+  const bool settles = a.settles != MLSPEC_STATE_KEEP && settled > span.begin && mine;
   for (int p = span.begin; p < span.end; ++p) {
-    if (p == span.start && a.settles == MLSPEC_STATE_AT_START && span.begin < span.start && mine)
-      own.store(state, first, a.key_dim, a.value_dim);
+    if (p == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
     const int64_t slot = int64_t(row) * (a.window + a.width) + p - span.begin;
     const float* const keys = a.keys + (slot * a.key_heads + key_head) * 2 * kPadded + first;
     const float2 weights = *reinterpret_cast<const float2*>(a.weights + (slot * a.value_heads + head) * 2);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_kernel(mlspec_cu
     }
     own.move(k, change, weights.x);
   }
-  if (a.settles == MLSPEC_STATE_AT_END && span.end > 0 && mine) own.store(state, first, a.key_dim, a.value_dim);
+  if (span.end == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
 }
 
 // Heads normed and gated, then what later calls read of a token: only now, as tokens of this one may have read what was there.
