@@ -21,7 +21,7 @@ from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
-from .reading import Reading, by_length, read
+from .reading import Reading, by_length, kept_of, read
 from .report import tell, tell_steps, told
 from .rounds import NoRoom
 from .state import Noise
@@ -110,7 +110,7 @@ class CapturedRounds:
         """Prefill rows in the places of others; the target keeps what they have in common (invariant 3)."""
         self._end_round()
         self._make_room_for(len(self.places), max(map(len, rows)))
-        kept = [min(max(same - 1, 0), len(row) - 1) for same, row in zip(common, rows, strict=True)]
+        kept = kept_of(self.chain.levels[0], common, rows)
         self._join(rows, ends, numbers, [self.places[r] for r in places], kept)
         for r, row, end in zip(places, rows, ends, strict=True):
             self._ends[r], self._rooms[r] = end, end - len(row)
