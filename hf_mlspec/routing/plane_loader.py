@@ -16,26 +16,17 @@ import torch
 from torch import Tensor
 
 from ..engines.memory import out_of_memory
-from ..nn.plane_source import PlaneCounts
+from ..nn.plane_source import InGraph, PlaneCounts
 from ..nn.planes import PlanesLinear
-from .plane_room_cuda import CudaRoom
-from .plane_rooms import Fetch, Room, sizes_on
+from .plane_counting import PlaneCounting
+from .plane_room_cuda import CudaRoom, GraphCopies
+from .plane_rooms import Fetch, Layer, Room, sizes_on
 from .plane_slots import always, require_budget, require_full, room_on
 from .plane_store import PlaneError, PlaneStore
 
 _AGING = 0.9  # of what was read, pass by pass
 _CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
 _REST = 64  # passes in which nothing more is kept, once there was no memory for it
-
-
-class Layer:
-    """A layer of the loader. reads: low planes read, less of those long ago. last: planes of its last product that
-    read low ones. home: where its planes were before."""
-
-    def __init__(self, linear: PlanesLinear, place: int, top: int, resident: bool):
-        self.linear, self.place, self.resident = linear, place, resident
-        self.home = linear.weight_planes.device
-        self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
 
 
 class PlaneLoader:
@@ -55,17 +46,18 @@ class PlaneLoader:
         kind = room_on(device)
         self.slots = require_budget(linears, device, budget, top)
         self.always = always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
-        self.counts = PlaneCounts()
+        self._counting = PlaneCounting()
         more = (device,) if kind is CudaRoom else ()
         self.room: Room = kind(self.sizes, top, self.slots, store, *more)
         self.layers: list[Layer] = []
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock = threading.RLock()
         self._waiting: dict[int, Fetch] = {}  # fetched ahead, by place
         self._free = list(range(self.slots))
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, list[PlaneCounts]]] = []
         self._open, self.used = True, self.always
         self._before = self._next = -1  # the last layer asked for, and the last one fetched ahead
         self._rest = 0  # passes until layers are kept again
+        self._settled = False  # graphs hold addresses: what is resident stays, nothing more does
+        self._copies: GraphCopies | None = None  # of the graph that is captured now
         self._missing = 0  # layers whose low planes are not resident
         self._place_of: dict[PlanesLinear, int] = {}
         self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
@@ -130,6 +122,11 @@ class PlaneLoader:
         return self.sizes[place].plane * (self.sizes[place].planes - self.top)
 
     @property
+    def counts(self) -> PlaneCounts:
+        """Of all since `reset`."""
+        return self._counting.total
+
+    @property
     def resident_bytes(self) -> int:
         """On the device now, slots included."""
         return self.used
@@ -141,6 +138,10 @@ class PlaneLoader:
             raise ValueError(f"{num_planes} planes asked for, the weight has {linear.num_planes}")
         with self._lock:
             layer = self._known(linear)
+            if self._copies is not None and torch.cuda.is_current_stream_capturing():
+                self._settled |= num_planes > self.top
+                yield self.room.tiles_in_graph(layer.place, num_planes, self._copies), linear.weight_scale
+                return
             fetch = self._fetched(layer, num_planes)
             try:
                 yield self.room.tiles(layer.place, num_planes, fetch), linear.weight_scale
@@ -151,6 +152,38 @@ class PlaneLoader:
             if fetch is not None:
                 self._used(layer, fetch)
             self._fetch_ahead(num_planes > self.top)
+
+    @property
+    def copies_in_graphs(self) -> bool:
+        """As of `PlaneSource`."""
+        return self.room.copies_in_graphs
+
+    @contextmanager
+    def captured(self) -> Iterator[InGraph]:
+        """As `PlaneSource.captured`."""
+        with self._lock:
+            self._copies = self.room.begin_graph()
+            fetches = self._copies.fetches
+        try:
+            yield fetches
+        finally:
+            with self._lock:
+                self._copies = None
+
+    @contextmanager
+    def replaying(self, fetches: InGraph) -> Iterator[None]:
+        """As `PlaneSource.replaying`."""
+        with self._lock:
+            if not self._open:
+                raise PlaneError("the planes of this model are no longer streamed: load the model again")
+            self._drop_waiting()
+            with self.room.lent():
+                yield
+            self._counting.add(**vars(fetches))
+
+    def _drop_waiting(self) -> None:
+        while self._waiting:
+            self._release(self._waiting.popitem()[1])
 
     def alone(self) -> AbstractContextManager:
         """As `PlaneSource.alone`."""
@@ -181,7 +214,7 @@ class PlaneLoader:
         count = width - self.top
         layer.reads, layer.last = layer.reads + count, width
         if layer.resident:
-            self._count(hits=count)
+            self._counting.add(hits=count)
             return None
         fetch = self._waiting.pop(layer.place, None)
         if fetch is not None and fetch.count < count:
@@ -190,11 +223,11 @@ class PlaneLoader:
         when = "late" if fetch is None else "ahead"
         fetch = fetch or self._start(layer.place, count)
         try:
-            self.room.wait(fetch, self._stalled)
+            self.room.wait(fetch, self._counting.stalled)
         except BaseException:
             self._release(fetch)
             raise
-        self._count(**{"fetched_bytes": fetch.count * self.sizes[layer.place].plane, when: count})
+        self._counting.add(**{"fetched_bytes": fetch.count * self.sizes[layer.place].plane, when: count})
         return fetch
 
     def _follow(self, layer: Layer) -> None:
@@ -228,7 +261,7 @@ class PlaneLoader:
         """Keep what was fetched where it is read more than what is resident; its slot is free again in any case. The
         product is done: for want of memory it does not fail, and for some passes nothing more is kept."""
         try:
-            if fetch.count == layer.low and not self._rest and self._make_room(layer):
+            if fetch.count == layer.low and not (self._rest or self._settled) and self._make_room(layer):
                 self.room.keep(fetch)
                 layer.resident = True
                 self._missing -= 1
@@ -259,7 +292,7 @@ class PlaneLoader:
         layer.resident = False
         self._missing += 1
         self.used -= self._low(layer.place)
-        self._count(evicted=layer.low)
+        self._counting.add(evicted=layer.low)
 
     def _fetch_ahead(self, read_low: bool) -> None:
         """Start what comes next, as far as slots go. A draft that reads top planes changes nothing of it."""
@@ -280,40 +313,9 @@ class PlaneLoader:
                     return
                 self._next = at
 
-    def _stalled(self, waited: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        if isinstance(waited, float):
-            self._count(stall_seconds=waited)
-            return
-        self._stalls.append((*waited, [self.counts, *self._watching()]))
-        while len(self._stalls) > 1024 and self._stalls[0][1].query():
-            self._settle(self._stalls.pop(0))
-
-    def _settle(self, stall: tuple) -> None:
-        before, after, counts = stall
-        after.synchronize()
-        for one in counts:
-            one.stall_seconds += before.elapsed_time(after) / 1e3
-
-    def _watching(self) -> list[PlaneCounts]:
-        return getattr(self._thread, "counts", [])
-
-    def _count(self, **more: float) -> None:
-        for counts in (self.counts, *self._watching()):
-            for name, value in more.items():
-                setattr(counts, name, getattr(counts, name) + value)
-
-    @contextmanager
-    def counting(self) -> Iterator[PlaneCounts]:
+    def counting(self) -> AbstractContextManager[PlaneCounts]:
         """As `PlaneSource.counting`."""
-        own = PlaneCounts()
-        self._thread.counts = [*self._watching(), own]
-        try:
-            yield own
-        finally:
-            self._thread.counts = [one for one in self._watching() if one is not own]
-            with self._lock:
-                while self._stalls:
-                    self._settle(self._stalls.pop(0))
+        return self._counting.block(self._lock)
 
     @torch.no_grad()
     def whole(self, linear: PlanesLinear) -> tuple[Tensor, Tensor]:
@@ -324,11 +326,9 @@ class PlaneLoader:
     def reset(self) -> None:
         """Drop what is on its way, and set the counts to zero; resident planes stay."""
         with self._lock:
-            while self._waiting:
-                self._release(self._waiting.popitem()[1])
-            self._stalls.clear()
+            self._drop_waiting()
             self._before = self._next = -1
-            self.counts.reset()
+            self._counting.reset()
 
     def close(self) -> None:
         """End: nothing is held any longer, and the layers cannot be used. A second call does nothing."""

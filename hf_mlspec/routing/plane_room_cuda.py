@@ -2,22 +2,38 @@
 
 The tiles of top planes stay where they are, so that a draft can be captured over them. A product that reads low
 planes, too, has all put together in the working tile, from the top planes and from what is resident or what a stream
-of copies brought.
+of copies brought. A CUDA graph holds those copies as nodes of a branch of their own: from pinned memory to the slots,
+each behind the product that last read its slot, so that the first ones run while the graph does something else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..engines.cuda.neighbours import neighbours
+from ..nn.plane_source import InGraph
 from ..ops.planes import tiles_cuda
 from .plane_rooms import CpuRoom, Fetch, Sizes
 from .plane_store import PlaneStore
+
+
+@dataclass
+class GraphCopies:
+    """Of a graph that is captured. begin: in front of all of it. read: of every slot, behind what read it last. turn:
+    copies so far."""
+
+    begin: torch.cuda.Event
+    branch: torch.cuda.Stream
+    read: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    turn: int = 0
+    fetches: InGraph = field(default_factory=InGraph)
 
 
 class CudaRoom:
@@ -39,6 +55,11 @@ class CudaRoom:
         self._ways: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
         self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
+
+    @property
+    def copies_in_graphs(self) -> bool:
+        """Whether planes come from where a graph can copy them."""
+        return self._reader is None and self._store.pinned
 
     @staticmethod
     def needed(sizes: list[Sizes], top: int, slots: int) -> int:
@@ -110,6 +131,52 @@ class CudaRoom:
         into, low = self._ways.get((place, slot, count)) or self._way(place, slot, count)
         into.copy_(low)
         return work
+
+    def begin_graph(self) -> GraphCopies:
+        """Before anything is captured on the current stream that `tiles_in_graph` is called for."""
+        begin = torch.cuda.Event()
+        begin.record(torch.cuda.current_stream(self.device))
+        return GraphCopies(begin, torch.cuda.Stream(self.device))
+
+    def tiles_in_graph(self, place: int, width: int, copies: GraphCopies) -> Tensor:
+        """As `tiles`, while a graph is captured: what is not resident is copied by the graph."""
+        if width <= self.top:
+            return self._top[place]
+        work, tops = self._views.get(place) or self._viewed(place)
+        tops.copy_(self._halves(self._top[place]))
+        count, slot, stream = width - self.top, -1, torch.cuda.current_stream(self.device)
+        if self._low[place] is not None:
+            copies.fetches.hits += count
+        else:
+            slot, come = copies.turn % len(self._slots), torch.cuda.Event()
+            copies.turn += 1
+            planes = self._store.planes(place, 0, count)
+            copies.fetches.ahead += count
+            copies.fetches.fetched_bytes += planes.numel()
+            copies.branch.wait_event(copies.read.get(slot, copies.begin))
+            with torch.cuda.stream(copies.branch):
+                self._slots[slot][: planes.numel()].copy_(planes.flatten(), non_blocking=True)
+                come.record(copies.branch)
+            stream.wait_event(come)
+        into, low = self._ways.get((place, slot, count)) or self._way(place, slot, count)
+        into.copy_(low)
+        if slot >= 0:
+            copies.read[slot] = torch.cuda.Event()
+            copies.read[slot].record(stream)
+        return work
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A block that launches a graph over slots and working tile; none of the slots holds a fetch."""
+        self._behind_the_last()
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self._copies)
+        try:
+            yield
+        finally:
+            done = torch.cuda.Event()
+            done.record(stream)
+            self._read = [done] * len(self._slots)
 
     def _behind_the_last(self) -> None:
         """Products of another stream may still read the working tile, or write what stays from now on."""

@@ -45,8 +45,21 @@ class Fetch:
     event: torch.cuda.Event | None = None
 
 
+class Layer:
+    """A layer of the loader. reads: low planes read, less of those long ago. last: planes of its last product that
+    read low ones. home: where its planes were before."""
+
+    def __init__(self, linear: PlanesLinear, place: int, top: int, resident: bool):
+        self.linear, self.place, self.resident = linear, place, resident
+        self.home = linear.weight_planes.device
+        self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
+
+
 class Room(Protocol):
-    """Layers on a device: a CpuRoom or a CudaRoom."""
+    """Layers on a device: a CpuRoom or a CudaRoom. copies_in_graphs: as of `PlaneSource`; then there are begin_graph,
+    tiles_in_graph and lent of a CudaRoom."""
+
+    copies_in_graphs: bool
 
     def put(self, place: int, tiles: Tensor, resident: bool) -> Tensor:
         """Take over the tiles of the next layer; its low planes ``[planes, bytes]`` for the store."""
@@ -86,6 +99,8 @@ class Room(Protocol):
 
 class CpuRoom:
     """On the CPU; memory is given back page by page, so only on Linux."""
+
+    copies_in_graphs = False
 
     def __init__(self, sizes: list[Sizes], top: int, slots: int, store: PlaneStore):
         if not sys.platform.startswith("linux"):

@@ -39,7 +39,7 @@ def captured(monkeypatch):
     """How often something was captured."""
     times = []
 
-    def recorded(run, device, pool=None):
+    def recorded(run, device, sources):
         run()
         times.append(1)
         return Graph(run)

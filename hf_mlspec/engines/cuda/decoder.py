@@ -90,6 +90,8 @@ class CudaDecoder:
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self.extra_bytes += sum(layer.experts.extra_bytes for layer in self._layers if layer.experts is not None)
         self._captured_bits = min(map(_captured_bits, [*linears, self._head]))
+        streamed = [one for one in map(_plain, [*linears, self._head]) if isinstance(one, StreamedPlanesLinear)]
+        self.plane_sources = tuple({id(own.source): own.source for own in streamed}.values())
         self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
@@ -102,7 +104,7 @@ class CudaDecoder:
 
     def captures(self, bits: Bits) -> bool:
         """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it."""
+        fetched for it from elsewhere than pinned memory."""
         return all(filled(bits, own).weight <= self._captured_bits for own in self._own)
 
     def reserve_positions(self, count: int) -> None:
@@ -275,9 +277,14 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
+def _plain(linear: JoinedLinear) -> JoinedLinear:
+    """Without the order or the rotation of its inputs."""
+    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+
+
 def _captured_bits(linear: JoinedLinear) -> float:
     """Up to how many bits of its weights a call only enqueues."""
-    own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+    own = _plain(linear)
     if isinstance(own, StreamedPlanesLinear):
-        return own.resident
+        return float("inf") if own.source.copies_in_graphs else own.resident
     return LOW.weight if isinstance(own, ZipperTilesLinear) and own.hosts else float("inf")
