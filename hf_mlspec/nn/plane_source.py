@@ -19,8 +19,8 @@ class PlaneCounts:
 
     fetched_bytes: of low planes that came from the host or the disk. stall_seconds: in which a product waited for
     them, on a GPU those of its stream, not those of CUDA graphs. hits: low planes read that were resident; ahead: that
-    were fetched before they were asked for, come or on their way; late: fetched when they were asked for. evicted: that
-    lost their place.
+    were fetched before they were asked for, come or on their way; late: fetched when they were asked for. evicted:
+    that lost their place.
     """
 
     fetched_bytes: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from models import prompts, tiny
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
 from hf_mlspec.routing.blocks import blocks_of
+from hf_mlspec.routing.compiled_engine import ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
@@ -139,6 +143,46 @@ def test_a_routed_target_checks_drafts_at_its_own_widths(model):
     found = generated(model)
     for levels in (["planes2"], ["prompt_lookup"], ["planes4", "planes2"]):
         assert generated(model, assistant_models=levels) == found
+
+
+@pytest.mark.parametrize("levels", [[], ["planes2"], ["prompt_lookup"], ["planes4", "planes2"]])
+def test_the_decoder_of_gpus_routes_as_modules_do(model, levels):
+    """Here over a model on the CPU: rows of a batch read planes of their own."""
+    wanted, config = generated(model), {"engine": "cuda", "num_draft_tokens": 3}
+    assert generated(model, assistant_models=levels, speculation_config=config) == wanted
+    for index, row in enumerate(rows_of(INPUTS)):
+        alone = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))}
+        assert generated(model, alone, assistant_models=levels, speculation_config=config) == [wanted[index]]
+
+
+def test_rows_of_the_decoder_choose_what_modules_choose(model):
+    decoder = built_decoder(model, "cuda")
+    compiled, modules = RoutedCudaEngine(model, decoder, router_of(model)), RoutedEngine(model, router_of(model))
+    rows = rows_of(INPUTS)
+    for engine in (compiled, modules):
+        engine.start(len(rows), torch.device("cpu"))
+    with torch.inference_mode(), ragged_attention_on([model]):
+        found, wanted = compiled.feed(rows), modules.feed(rows)
+    assert compiled.chosen == modules.chosen
+    assert len({tuple(own) for own in compiled.chosen}) > 1
+    torch.testing.assert_close(found, wanted.float(), atol=1e-3, rtol=1e-3)
+    compiled.select([2, 0])
+    compiled.admit(1)
+    with torch.inference_mode():
+        again = compiled.feed([rows[2] + [5], rows[0] + [7], rows[1]])
+    assert compiled.chosen == [modules.chosen[place] for place in (2, 0, 1)]
+    torch.testing.assert_close(again[2], found[1])
+
+
+def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):
+    decoder = built_decoder(model, "cuda")
+    assert why_not_compiled(model, decoder) == ""
+    layer = decoder._layers[0]
+    decoder._layers[0] = replace(layer, qkv_order=torch.arange(32, dtype=torch.int32))
+    assert why_not_compiled(model, decoder) == ORDERED
+    decoder._layers[0] = replace(layer, o=layer.gate_up)
+    assert why_not_compiled(model, decoder) == OTHER_BLOCKS
+    decoder._layers[0] = layer
 
 
 def test_a_stream_routes_as_generate_does(model):

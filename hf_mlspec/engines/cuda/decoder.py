@@ -28,6 +28,7 @@ from ..rows import cache_format_of
 from .experts import require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
+from .row_bits import BlockBits, Groups, times
 from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
@@ -102,10 +103,15 @@ class CudaDecoder:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._weights, self.positions
 
-    def captures(self, bits: Bits) -> bool:
+    def captures(self, bits: Bits | BlockBits) -> bool:
         """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
         fetched for it from elsewhere than pinned memory."""
-        return all(filled(bits, own).weight <= self._captured_bits for own in self._own)
+        most = bits if isinstance(bits, Bits) else bits.widest
+        return all(filled(most, own).weight <= self._captured_bits for own in self._own)
+
+    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+        """Of every layer in turn, as of `Layer.blocks`: those that `BlockBits` knows by their number."""
+        return [block for layer in self._layers for block in layer.blocks()]
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -130,7 +136,7 @@ class CudaDecoder:
         kv: Tensor,
         *,
         pick: Tensor | None = None,
-        bits: Bits = OWN_BITS,
+        bits: Bits | BlockBits = OWN_BITS,
         packing: Packing | None = None,
         draft_window: int = 0,
     ) -> Tensor:
@@ -139,29 +145,28 @@ class CudaDecoder:
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
         rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
-        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says.
-        packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`. Only enqueues.
-        ValueError for operands that do not fit.
+        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says; or
+        those of every block. packing: of ids with padding. draft_window: of every layer, as of
+        `ops.ragged_attention`. Only enqueues. ValueError for operands that do not fit.
         """
         self._require(ids, kv, bits)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
-        caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
         for index, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
+            added = self._attend(layer, normed, kv[index], lanes, _at(bits, 2 * index, normed))
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = self._feed_forward(layer, normed, bits)
+            added = self._feed_forward(layer, normed, _at(bits, 2 * index + 1, normed))
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         normed, _ = normed_sum(total, added, self._final_norm, eps)
-        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+        return self._head(normed if pick is None else normed.index_select(0, pick), _outside(bits))
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
         """Learned embeddings of the positions of a step's tokens; of padding, of any."""
@@ -171,11 +176,11 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor:
         """What a layer's MLP, or its experts, add."""
         if layer.experts is not None:
             return layer.experts(normed, self._activation, bits)
-        return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+        return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
         if self.sizes.plain_mlp:
@@ -199,14 +204,13 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(
-        self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
-    ) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
+        keys, values = kv.unbind()
         batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
-        qkv = layer.qkv(normed, bits)
+        qkv = times(layer.qkv, normed, bits)
         if self._heads_order is not None:
             qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
@@ -218,9 +222,9 @@ class CudaDecoder:
         rule = scale, layer.window, softcap, draft_window
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
-        return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
+        return times(layer.o, mixed if packing is None else mixed.index_select(0, packing.take), bits)
 
-    def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits) -> None:
         sizes = self.sizes
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
@@ -231,7 +235,9 @@ class CudaDecoder:
         expected += (sizes.head_dim if kept is None else kept.width(sizes.head_dim),)
         if tuple(kv.shape) != expected:
             raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
-        if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
+        if not isinstance(bits, Bits) or bits == OWN_BITS:
+            return
+        if not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
             choices = ", ".join(map(str, map(tuple, self.bit_choices)))
             way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
@@ -275,6 +281,15 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
         if is_dense(module) and module.weight.data_ptr() % _ROW_BYTES:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
+
+
+def _outside(bits: Bits | BlockBits) -> Bits:
+    """What linears read that are in no block."""
+    return bits if isinstance(bits, Bits) else OWN_BITS
+
+
+def _at(bits: Bits | BlockBits, block: int, x: Tensor) -> Bits | Groups:
+    return bits if isinstance(bits, Bits) else bits.at(block, x)
 
 
 def _plain(linear: JoinedLinear) -> JoinedLinear:

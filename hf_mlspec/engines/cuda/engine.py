@@ -19,6 +19,7 @@ from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
 from ..rows import DecoderRows
 from .decoder import CudaDecoder, Packing, require_read
+from .row_bits import BlockBits
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
@@ -98,11 +99,18 @@ class CudaEngine(DecoderRows):
         if most <= min(_LEAD, *map(len, going)) and (most == 1 or self.follow is None):
             return most
         begin = time.perf_counter()
-        lines = [row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)]
-        view = self.bits, self.draft_window
-        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, *view)
+        self._prefill([row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)])
         self.seconds += time.perf_counter() - begin
         return 1
+
+    def _prefill(self, lines: Rows) -> None:
+        """Bring the cache of every row to these tokens; of rows that are not alive there are none."""
+        view = self.bits, self.draft_window
+        self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
+
+    def _bits_of_rows(self) -> Bits | BlockBits:
+        """What a step of all rows reads."""
+        return self.bits
 
     def _forward(self, ids: Tensor, starts: list[int], counts: list[int], first: list[int], kept: int) -> Tensor:
         """Float32 logits `[batch, kept, vocab]` of the positions from first[r] on, soft cap applied."""
@@ -114,7 +122,7 @@ class CudaEngine(DecoderRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        view = {"bits": self.bits, "draft_window": self.draft_window}
+        view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window}
         logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
@@ -131,7 +139,8 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 
 
 def prefill(
-    decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS, draft_window: int = 0
+    decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits | BlockBits = OWN_BITS,
+    draft_window: int = 0,
 ) -> int:
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 

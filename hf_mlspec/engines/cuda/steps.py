@@ -20,6 +20,7 @@ from ...precision import Bits
 from ..built import capturing
 from ..memory import out_of_memory
 from .decoder import CudaDecoder
+from .row_bits import BlockBits
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
 _BACKOFF = 4  # as many times more before each further time: to capture a shape takes as long as several steps of it
@@ -62,12 +63,13 @@ class CudaSteps:
         self._captures = decoder.device.type == "cuda"
 
     def forward(
-        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits,
-        draft_window: int = 0,
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None,
+        bits: Bits | BlockBits, draft_window: int = 0,
     ) -> Tensor:  # fmt: skip
         """As `CudaDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
-        shape = (*ids.shape, None if pick is None else len(pick), draft_window)
+        said = bits if isinstance(bits, Bits) else bits.key
+        shape = (*ids.shape, None if pick is None else len(pick), said, draft_window)
         step = self._step(shape, operands, kv, bits)
         if step is None:
             return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits, draft_window=draft_window)
@@ -76,7 +78,7 @@ class CudaSteps:
         step.graph.replay()
         return step.logits
 
-    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> _Step | None:
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits | BlockBits) -> _Step | None:
         """The graph of a shape that came often enough, over this cache."""
         if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(bits):
             return None
@@ -92,7 +94,7 @@ class CudaSteps:
             self._steps.move_to_end(shape)
         return self._steps.get(shape)
 
-    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> None:
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits | BlockBits) -> None:
         if len(self._steps) == _KEPT:
             self._let_go(next(iter(self._steps)))
         self._captured[shape] += 1
