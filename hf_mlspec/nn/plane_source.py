@@ -36,9 +36,9 @@ class PlaneCounts:
             setattr(self, field.name, field.default)
 
 
-@dataclass
+@dataclass(eq=False)
 class InGraph:
-    """What a replay of one CUDA graph copies and reads: as of `PlaneCounts`."""
+    """What a replay of one CUDA graph copies and reads: as of `PlaneCounts`. It lives as long as the graph."""
 
     fetched_bytes: int = 0
     hits: int = 0
@@ -67,7 +67,7 @@ class PlaneSource(Protocol):
 
     def captured(self) -> AbstractContextManager[InGraph]:
         """A block that captures a CUDA graph: inside, `reading` adds copies from the host to the graph, each free to
-        run as soon as what it writes to is read. From then on other planes neither stay nor go."""
+        run as soon as what it writes to is read. As long as the graph is there, no other planes stay or go."""
 
     def replaying(self, fetches: InGraph) -> AbstractContextManager[None]:
         """A block that launches a graph with such copies: behind all products before it, ahead of all after it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..engines.cuda.decoder import CudaDecoder
 from ..engines.cuda.engine import CudaEngine, int32, prefill
 from ..engines.cuda.row_bits import RowBits
+from ..engines.cuda.steps import CudaSteps
 from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..engines.cuda.weights import PlanesTilesLinear
 from ..engines.engine import Guess, Rows
@@ -57,6 +58,10 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
         self.router, self.blocks = router, blocks_of(model)
         self.chosen = []
         self._row_bits: dict[tuple, RowBits] = {}
+
+    def start(self, batch: int, device: torch.device) -> None:
+        super().start(batch, device)
+        self._steps = CudaSteps(self.model, self.decoder)  # graphs of other widths keep streamed planes where they are
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
