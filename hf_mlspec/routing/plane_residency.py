@@ -6,7 +6,9 @@ two take no room.
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Iterator
 
 from ..nn.plane_source import InGraph
 from .plane_counting import PlaneCounting
@@ -18,8 +20,7 @@ _CLEARLY = 1.25  # how much more a layer has to be read than the one whose place
 
 class Residency:
     """Of the layers of one loader. used: bytes now, with those that are always there. missing: layers of whose last
-    product low planes are not resident. graphs: they hold addresses: while there is one, nothing comes and nothing goes.
-    """
+    product low planes are not resident. graphs: that hold addresses: while there is one, nothing comes or goes."""
 
     def __init__(self, sizes: list[Sizes], top: int, budget: int, always: int, counting: PlaneCounting):
         self.sizes, self.top, self.budget, self.used = sizes, top, budget, always
@@ -60,6 +61,7 @@ class Residency:
             for own in self.layers:
                 own.reads *= _AGING
         layer.reads += count
+        layer.most = max(float(count), layer.most * _AGING)
         self.change(layer, last=self.top + count)
 
     def keep(self, room: Room, layer: Layer, fetch: Fetch) -> bool:
@@ -75,15 +77,24 @@ class Residency:
         """Whether planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
         missing = self.used + self.bytes_of(layer.place, count) - self.budget
         victims, freed = [], 0
-        for one in sorted((own for own in self.layers if own.kept and own is not layer), key=lambda own: own.reads):
-            if freed >= missing or one.reads * _CLEARLY + 1 > layer.reads:
+        for one, left in self._dearest_last(layer):
+            if freed >= missing:
                 break
-            victims.append(one)
-            freed += self.bytes_of(one.place, one.kept)
+            victims.append((one, left))
+            freed += self.bytes_of(one.place, one.kept - left)
         if freed < missing:
             return False
-        for one in victims:
-            room.drop(one.place)
-            self._counting.add(evicted=one.kept)
-            self.change(one, kept=0)
+        for one, left in victims:
+            room.drop(one.place, left)
+            self._counting.add(evicted=one.kept - left)
+            self.change(one, kept=left)
         return True
+
+    def _dearest_last(self, layer: Layer) -> Iterator[tuple[Layer, int]]:
+        """What may go for a layer's planes, and how many of each stay: all of layers that are read clearly less, of
+        others those that nobody has read for some passes."""
+        others = sorted((own for own in self.layers if own.kept and own is not layer), key=lambda own: own.reads)
+        less = [own for own in others if own.reads * _CLEARLY + 1 <= layer.reads]
+        yield from ((own, 0) for own in less)
+        unread = ((own, math.ceil(own.most)) for own in others[len(less) :])
+        yield from ((own, most) for own, most in unread if most < own.kept)

@@ -233,11 +233,15 @@ class CudaRoom:
         with torch.inference_mode(False):
             more, low = self._slots[fetch.slot][: fetch.count * size].view(-1, size), self._low[fetch.place]
             more = more.clone() if low is None else torch.cat([low, more])
-        self.drop(fetch.place)
-        self._low[fetch.place] = more
+        self._hold(fetch.place, more)
 
-    def drop(self, place: int) -> None:
-        low, self._low[place] = self._low[place], None
+    def drop(self, place: int, left: int) -> None:
+        with torch.inference_mode(False):
+            self._hold(place, self._low[place][:left].clone() if left else None)
+
+    def _hold(self, place: int, planes: Tensor | None) -> None:
+        """These low planes of a layer are resident, in place of others."""
+        low, self._low[place] = self._low[place], planes
         for way in [way for way in self._ways if way[:2] == (place, -1)]:
             del self._ways[way]
         if low is not None and self._stream is not None:
@@ -259,7 +263,7 @@ class CudaRoom:
         return tiles
 
     def leave(self, place: int) -> None:
-        self.drop(place)
+        self._hold(place, None)
         self._top[place] = None
 
     def close(self) -> None:

@@ -49,12 +49,14 @@ class Fetch:
 
 class Layer:
     """A layer of the loader. kept: low planes that are resident, its first ones. reads: low planes read, less of those
-    long ago. last: planes of its last product that read low ones. home: where its planes were before."""
+    long ago. most: the most that a product read, less for one long ago. last: planes of its last product that read low
+    ones. home: where its planes were before."""
 
     def __init__(self, linear: PlanesLinear, place: int, top: int, kept: int):
         self.linear, self.place, self.top, self.kept = linear, place, top, kept
         self.home = linear.weight_planes.device
         self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
+        self.most = float(self.low)
 
     @property
     def resident(self) -> bool:
@@ -96,8 +98,8 @@ class Room(Protocol):
     def keep(self, fetch: Fetch) -> None:
         """What was fetched is resident from now on, behind what was. Where it raises, it is not."""
 
-    def drop(self, place: int) -> None:
-        """They are no longer."""
+    def drop(self, place: int, left: int) -> None:
+        """All low planes but the first ``left`` are resident no longer."""
 
     def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         """plane_tiles with all planes: a copy. on_host: put together there, without memory of the device."""
@@ -169,8 +171,8 @@ class CpuRoom:
         if self.top + fetch.first + fetch.count == self._sizes[fetch.place].planes:
             self._resident.add(fetch.place)
 
-    def drop(self, place: int) -> None:
-        self._drop_from(place, 0)
+    def drop(self, place: int, left: int) -> None:
+        self._drop_from(place, left)
         self._resident.discard(place)
 
     def _drop_from(self, place: int, low: int) -> None:

@@ -130,13 +130,14 @@ def test_a_batch_in_any_company_writes_what_a_row_alone_writes(model):
         ]
 
 
-def test_a_given_cache_is_read_again_to_route_the_whole_prompt(model):
-    ids = torch.tensor([rows_of(INPUTS)[0]])
-    whole = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_a_given_cache_is_read_again_to_route_the_whole_prompt(model, engine):
+    ids, how = torch.tensor([rows_of(INPUTS)[0]]), {"assistant_models": [], "speculation_config": {"engine": engine}}
+    whole = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **how)
     first = model.generate(ids[:, :5], max_new_tokens=1, return_dict_in_generate=True, do_sample=False, pad_token_id=0,
-                           eos_token_id=None)  # fmt: skip
+                           eos_token_id=None, **how)  # fmt: skip
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert generated(model, given, past_key_values=first.past_key_values) == whole
+    assert generated(model, given, past_key_values=first.past_key_values, **how) == whole
 
 
 def test_a_routed_target_checks_drafts_at_its_own_widths(model):
@@ -185,17 +186,22 @@ def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):
     decoder._layers[0] = layer
 
 
-def test_a_stream_routes_as_generate_does(model):
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_a_stream_routes_as_generate_does(model, engine):
     rows = generated(model)
     prompts = rows_of(INPUTS)
-    how = {"max_batch": 2, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    how = {"max_batch": 2, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None,
+           "speculation_config": {"engine": engine}}  # fmt: skip
     done = {tuple(one.request.input_ids): one.new_tokens
             for one in hf_mlspec.generate_stream(model, [*prompts, prompts[0][:4]], **how)}  # fmt: skip
     assert [done[tuple(prompt)] for prompt in prompts] == rows
     assert done[tuple(prompts[0][:4])] == reference(model, prompts[0][:4], 8)
 
 
-def test_draft_routing_changes_no_token(plain, folders):
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_draft_routing_changes_no_token(plain, folders, engine):
+    if engine is not None:
+        hf_mlspec.prepare(plain, engine=engine)  # of levels, too
     config = {"router": str(folders / "router.safetensors"), "num_draft_tokens": 3}
     wanted = generated(plain, assistant_models=[])
     assert generated(plain, assistant_models=["routed"], speculation_config=config) == wanted
