@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import math
-import random
 import sys
 import tempfile
 import time
@@ -29,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
 from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
-from eval.scored import GREEDY, WINDOW, perplexity, prompts_of, solutions_of, tasks_of, windows_of
+from eval.rotations.texts import drawn_rows, prompts_by_source
+from eval.scored import GREEDY, WINDOW, continued, perplexity, solutions_of, tasks_of, windows_of
 from hf_mlspec.calibration.clip import at_clip
 
 PEER = "gptq of llm-compressor"
@@ -50,8 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs, and of the samples")
     parser.add_argument("--calibration", type=Path, nargs="+", metavar="FILE",
-                        help="a text for GPTQ (default: rounding to nearest only); of several alike many samples, "
-                        "of lines of JSON their question and answer, of own.jsonl its ids")
+                        help="texts for GPTQ, alike many samples of each; of lines of JSON their questions and "
+                        "answers (default: rounding to nearest only)")
     parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of these texts (%(default)s)")
     parser.add_argument("--learned", type=Path, metavar="R.bin",
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help='of 4-bit activations, a line each, "auto" among them (default: one, the method\'s own)')
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl: as many prompts of it are continued, too")
     parser.add_argument("--threads", type=int, default=1, help="(%(default)s)")
-    parser.add_argument("--device", default="cpu", help="of models, calibration and all that is measured (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="of models, calibration and measurements (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="of the prompts that are continued (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
@@ -76,23 +76,6 @@ def learn(args: argparse.Namespace, tokenizer) -> None:
     hf_mlspec.learn_rotation(model, args.learned, calibration=drawn_rows(args, tokenizer), tokenizer=tokenizer,
                              samples=args.samples, tokens=WINDOW, seed=args.seed, group_size=args.group_size)
     print(f"learned a rotation in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-
-def drawn_rows(args: argparse.Namespace, tokenizer) -> list[list[int]]:
-    """Windows of the texts to calibrate on, alike many of each, for us and for others."""
-    rows, count = [], args.samples // len(args.calibration)
-    for file in args.calibration:
-        text = file.read_text(encoding="utf-8")
-        if file.name == "own.jsonl":
-            rows += [json.loads(line) for line in text.splitlines()][:count]
-            continue
-        if file.suffix == ".jsonl":
-            lines = [json.loads(line) for line in text.splitlines() if line]
-            text = "\n\n".join(f"Question: {line['question']}\nAnswer: {line['answer']}" for line in lines)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        drawn = random.Random(args.seed).sample(range(len(ids) // WINDOW), count)
-        rows += [ids[index * WINDOW : (index + 1) * WINDOW] for index in sorted(drawn)]
-    return rows
 
 
 def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
@@ -137,41 +120,14 @@ def own_clip(model: nn.Module) -> float:
     return hf_mlspec.precision_switch(model).activation_clip
 
 
-def batches_of(args: argparse.Namespace, prompts: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Inputs of calls, padded on the left."""
-    batches = []
-    for first in range(0, len(prompts), args.batch_size):
-        rows = [one[0].tolist() for one in prompts[first : first + args.batch_size]]
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=args.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=args.device)
-        batches.append({"input_ids": ids, "attention_mask": mask})
-    return batches
-
-
-def prompts_by_source(args: argparse.Namespace, tasks: list[dict], tokenizer) -> dict[str, list[dict]]:
-    """HumanEval's, and where it is named GSM8K's."""
-    prompts = {"HumanEval": batches_of(args, prompts_of(tasks[: args.prompts], tokenizer))}
-    if args.gsm8k is not None:
-        lines = args.gsm8k.read_text(encoding="utf-8").splitlines()[: args.prompts]
-        asked = [{"prompt": f"Question: {json.loads(line)['question']}\nAnswer:"} for line in lines]
-        prompts["GSM8K"] = batches_of(args, prompts_of(asked, tokenizer))
-    return prompts
-
-
-def acceptance(model: nn.Module, batches: list[dict], tokens: int) -> dict[str, float]:
+def acceptance(model: nn.Module, batches: list[dict[str, torch.Tensor]], tokens: int) -> dict[str, float]:
     """Of "w4a4" drafts."""
-    drafted = tested = accepted = 0
-    for inputs in batches:
-        model.generate(**inputs, max_new_tokens=tokens, **GREEDY, assistant_models=["w4a4"],
-                       speculation_config={"num_draft_tokens": DRAFT})
-        own = hf_mlspec.last_stats(model).levels[0]
-        drafted, tested, accepted = drafted + own.drafted, tested + own.tested, accepted + own.accepted
-    return {"w4a4 accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested, "tested": tested}
+    _, shares = continued(model, batches, "w4a4", DRAFT, tokens)
+    return {"w4a4 accepted / drafted": shares["accepted / drafted"], "accepted / tested": shares["accepted / tested"]}
 
 
 def step_seconds(
-    models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int
+    models: list[nn.Module], inputs: dict[str, torch.Tensor], tokens: int, repeats: int
 ) -> list[dict[str, float]]:
     """Of each model by precision, in turns, each time the least of all."""
     best = [dict.fromkeys(PRECISIONS, math.inf) for _ in models]
@@ -180,7 +136,7 @@ def step_seconds(
             for own, model in zip(best, models, strict=True):
                 with hf_mlspec.precision_switch(model).at(precision):
                     began = time.perf_counter()
-                    model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, assistant_models=[])
+                    model.generate(**inputs, max_new_tokens=tokens, **GREEDY, assistant_models=[])
                     own[precision] = min(own[precision], (time.perf_counter() - began) / tokens)
     return best
 
@@ -223,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.peer:
         models, methods = [*models, peer_model(args, calibration)], (*methods, PEER)
     results = [scored(args, *one, texts, prompts) for one in zip(methods, models, strict=True)]
-    steps = step_seconds(models, prompts["HumanEval"][0]["input_ids"], args.tokens, args.repeats) if args.repeats else ()
+    steps = step_seconds(models, prompts["HumanEval"][0], args.tokens, args.repeats) if args.repeats else ()
     for line, seconds in zip(results, steps, strict=bool(args.repeats)):
         line |= {f"ms a step, {precision}": 1000 * own for precision, own in seconds.items()}
     print("| " + " | ".join(results[0]) + " |\n|" + "---|" * len(results[0]))
