@@ -13,7 +13,7 @@ from torch import Tensor
 
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python's mmap does not name
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
-_LARGE = 1 << 20  # bytes
+_LARGE = 1 << 22  # bytes: no temporary of a search of scales
 _MOST = 1 << 25  # bytes, up to which glibc raises that threshold by itself
 
 
@@ -27,7 +27,7 @@ def release_free() -> None:
 
 @contextmanager
 def large_apart() -> Iterator[None]:
-    """While it lasts, tensors of a megabyte and more lie in memory of their own, which goes back to the system as soon
+    """While it lasts, tensors of four megabytes and more lie in memory of their own, which goes back to the system as soon
     as they are freed (glibc; elsewhere nothing changes). Behind it only what glibc never keeps does."""
     limit = _of_c_library("mallopt")
     if limit is None:
