@@ -27,8 +27,8 @@ def release_free() -> None:
 
 @contextmanager
 def large_apart() -> Iterator[None]:
-    """While it lasts, tensors of four megabytes and more lie in memory of their own, which goes back to the system as soon
-    as they are freed (glibc; elsewhere nothing changes). Behind it only what glibc never keeps does."""
+    """While it lasts, tensors of four megabytes and more lie in memory of their own, which goes back to the system as
+    soon as they are freed (glibc; elsewhere nothing changes). Behind it only what glibc never keeps does."""
     limit = _of_c_library("mallopt")
     if limit is None:
         yield
