@@ -31,7 +31,6 @@ from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompres
 from eval.rotations.texts import drawn_rows, prompts_by_source
 from eval.scored import GREEDY, WINDOW, continued, perplexity, solutions_of, tasks_of, windows_of
 from hf_mlspec.calibration.clip import at_clip
-from hf_mlspec.calibration.coding import DAMPING
 
 PEER = "gptq of llm-compressor"
 PRECISIONS = ("w4a16", "w4a4")
@@ -54,7 +53,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="texts for GPTQ, alike many samples of each; of lines of JSON their questions and "
                         "answers (default: rounding to nearest only)")
     parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of these texts (%(default)s)")
-    parser.add_argument("--damping", type=float, default=DAMPING, help="GPTQ's (%(default)s)")
     parser.add_argument("--learned", type=Path, metavar="R.bin",
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
@@ -93,8 +91,7 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     method, _, given = name.partition(", ")
-    options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size,
-               "damping": args.damping}  # fmt: skip
+    options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
                                rotations=args.learned if given else None,
                                activation_clip="auto" if "auto" in (args.clips or ()) else None)  # fmt: skip
