@@ -161,7 +161,7 @@ class _Work:
         for inputs in seen:
             order = self._order(inputs)
             if order is not None and inputs.hessian is not None:
-                inputs.hessian = inputs.hessian[order[:, None], order]
+                inputs.reorder_hessian_(order)
             if self.plan.method.coding == "gptq":
                 inputs.hessian = factor_of(inputs.hessian, f"{where}.{inputs.names[0]}", self.plan.damping)
             for name in inputs.names:
