@@ -174,7 +174,7 @@ class StreamRounds:
             self._too_long = longest
             return None
         loop = self._loop(found)
-        loop.rounds.noise = partial(_noise, self._live)
+        loop.rounds.noise, loop.rounds.steps.soon = partial(_noise, self._live), True
         return loop
 
     def _on_host(self, rows: Sequence[Admitted]) -> Loop:
