@@ -35,7 +35,7 @@ from .arrivals import Arrivals
 from .events import NewTokens
 from .prompts import PREFILL_CHUNK, LongPrompts, chunk_of
 from .request import Admitted, Completion, Preparation, Request
-from .rounds import StreamRounds
+from .rounds import StreamRounds, closed_up
 from .telling import Telling
 
 _FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
@@ -279,7 +279,7 @@ class _Stream:
             for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
             taken, more = free[: len(joining)], [self.live[number] for number in joining[len(free) :]]
-            keep = sorted([*going, *taken])
+            keep = closed_up([*going, *taken])
             loop.select(keep)
             self.rules[:] = [self.rules[r] for r in keep]
             if more:
