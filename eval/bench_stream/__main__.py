@@ -7,8 +7,8 @@ Requests with limits of very different lengths (log-uniform, end-of-sequence tok
 has the same work) are decoded with the target alone and with the levels: as a stream, in static batches in their order
 of arrival, where a row that reached its limit goes on until its batch has ended, one by one, and, if that is named, as
 a stream whose rounds are not captured. What counts are the tokens that were asked for, a second. The static batches of
-one contender are one call of generate each, with the batch's largest limit. With a temperature every request has a seed of its own, which batches have not: streams only.
-Contenders take turns; medians over repeats. Ids are compared.
+one contender are one call of generate each, with the batch's largest limit. With a temperature every request has a
+seed of its own, which batches have not: streams only. Contenders take turns; medians over repeats. Ids are compared.
 """
 
 from __future__ import annotations
