@@ -64,7 +64,7 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
     """
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"{file}: not JSON, so not a trace or a damaged one ({error}); record it again") from error
     try:
         return trace_from_dict(data)
