@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoints.safetensors_file import checksums
+from ..checkpoints.whole_file import written_whole
 
 _IDENTITY = "calibration.json"
 _REPORT, _CHECKSUMS = "report", "checksums"
@@ -34,9 +35,8 @@ class FinishedBlocks:
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise ValueError(f"work folder {str(self.folder)!r} holds something else: name a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".part")
-        aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-        os.replace(aside, file)
+        with written_whole(file) as aside:
+            aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
 
     def __contains__(self, index: int) -> bool:
         return self._file(index).exists()
@@ -61,10 +61,10 @@ class FinishedBlocks:
     def write(self, index: int, tensors: dict[str, Tensor], report: list[dict]) -> None:
         """Keep a block; whatever happens while it is written, it is there whole or not at all."""
         file = self._file(index)
-        aside = file.with_suffix(".part")
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, aside, metadata={_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))})
-        os.replace(aside, file)
+        told = {_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))}
+        with written_whole(file) as aside:
+            save_file(whole, aside, metadata=told)
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block_{index:04d}.safetensors"

@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..checkpoints.whole_file import written_whole
 from .blocks import Block, identity_of, shapes_of
 
 WIDTHS = (2, 3, 4, 6, 8)
@@ -89,14 +89,9 @@ class Router(nn.Module):
             "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
             "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
         }  # fmt: skip
-        path = Path(path)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        with written_whole(path) as beside:
             save_file(tensors, beside, {KIND: json.dumps(told)})  # one entry: several have no fixed order
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(
@@ -179,7 +174,9 @@ def _said(path: str | os.PathLike, text: str) -> dict[str, Any]:
     try:
         told = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: its header cannot be read ({error}): the router is damaged; train it again") from error
+        raise ValueError(
+            f"{path}: its header cannot be read ({error}): the router is damaged; train it again"
+        ) from error
     if not isinstance(told, dict):
         raise ValueError(f"{path}: its header is a {type(told).__name__}: the router is damaged; train it again")
     return told

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import secrets
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 

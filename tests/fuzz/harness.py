@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(f"{ROOT / name}/" for name in ("hf_mlspec", "eval", "mlspec_cli"))
 MOST_SECONDS = 1.0
 _ENDS_SECONDS = 20  # a reader that takes longer is ended
-_MOST_BYTES, _WATCHED = 8 << 20, 64  # a reader's own buffers, beside twice the file; memory of every so manieth input is looked at
+_MOST_BYTES = 8 << 20  # a reader's own buffers, beside twice the file
+_WATCHED = 64  # of so many inputs the memory of one is looked at
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ def feed(target: Target, data: bytes, suffix: str, folder: Path, counts: Counts)
 def _foreign(error: BaseException, kinds: Sequence[type[BaseException]]) -> str:
     """What is wrong with an error; "" where it is one of ours."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    ours = frame.filename.startswith(OURS) and linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")
-    if ours and isinstance(error, tuple(kinds)):
+    raised = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")
+    if raised and frame.filename.startswith(OURS) and isinstance(error, tuple(kinds)):
         return ""
     place = Path(frame.filename).name
     return f"{type(error).__name__} of {place}, in {_last_of_ours(error)}"

@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Callable, Sequence
 
-_NUMBERS = (0, 1, 7, 8, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+_NUMBERS = (0, 1, 7, 8, 127, 128, 255, 256, 65535, 65536, *(2**bits - low for bits in (31, 32, 63, 64) for low in (0, 1)))
 _VALUES = (
     None, True, False, 0, 1, -1, 2, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1e308, 0.5, "", "0", "x" * 300,
     "\ud800", "\x00", "../..", [], [[]], {}, {"": {}}, [0] * 65, [None], ["x"], {"x": 1},
 )  # fmt: skip
-_TEXTS = (b"NaN", b"Infinity", b"-", b"1e999", b"{", b"[" * 2000, b'{"a":' * 2000, b"\xff", b"\x00", b'"', b",", b"9" * 5000)
+_TEXTS = (
+    b"NaN", b"Infinity", b"-", b"1e999", b"{", b"[" * 2000, b'{"a":' * 2000, b"\xff", b"\x00", b'"', b",", b"9" * 5000,
+)  # fmt: skip
 
 Change = Callable[[bytearray, random.Random], None]
 

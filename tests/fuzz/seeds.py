@@ -105,7 +105,8 @@ def traces() -> tuple[bytes, ...]:
 def certificates() -> tuple[bytes, ...]:
     run = {
         "batch_size": 1, "prompts": 2, "tokens_compared": 16, "mismatches": 1, "tolerated": 1, "tokens_per_pass": 1.5,
-        "levels": [{"name": "mxfp4", "acceptance": 0.5}], "differences": [{"prompt": 0, "position": 3, "tolerated": True}],
+        "levels": [{"name": "mxfp4", "acceptance": 0.5}],
+        "differences": [{"prompt": 0, "position": 3, "tolerated": True}],
     }  # fmt: skip
     document = {
         "schema": "mlspec-certificate/1", "created": "2026-01-01", "result": result_of([run]), "runs": [run],
@@ -215,8 +216,8 @@ def quantization_configs() -> tuple[bytes, ...]:
         own, own | {"format": "bitplanes", "num_planes": 4}, own | {"format": "mxfp4"},
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq",
-         "extra_config": {"lm_head": {"bits": 16}}},
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True,
+         "packing_format": "auto_round:auto_gptq", "extra_config": {"lm_head": {"bits": 16}}},
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True,
                                                            "strategy": "group", "group_size": 32}}}},

@@ -80,7 +80,7 @@ def test_a_zip_that_names_places_beyond_itself(tmp_path):
     file = tmp_path / "R.bin"
     whole = bytearray(seeds.pickles()[0])
     at = whole.rfind(b"PK\x05\x06")
-    whole[at + 16 : at + 20] = b"\xff\xff\xff\x7f"  # where the list of its parts begins
+    whole[at + 12 : at + 16] = b"\xff\xff\xff\x7f"  # bytes of the list of its parts, which begins before the file
     file.write_bytes(whole)
     with pytest.raises(ValueError, match="is refused"):
         read_pickle(file)

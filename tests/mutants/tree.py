@@ -103,8 +103,7 @@ def _same_outside(old: CodeType, new: CodeType, changed: dict[tuple[str, int], C
     inner_old, inner_new = ([one for one in code.co_consts if isinstance(one, CodeType)] for code in (old, new))
     if len(inner_old) != len(inner_new):
         return False
-    outside_old, outside_new = ([one for one in code.co_consts if not isinstance(one, CodeType)] for code in (old, new))
-    if (old.co_code, old.co_names, outside_old) != (new.co_code, new.co_names, outside_new):
+    if _outside(old) != _outside(new):
         return False
     for one, other in zip(inner_old, inner_new, strict=True):
         if _is_function(one) and _is_function(other):
@@ -117,6 +116,10 @@ def _same_outside(old: CodeType, new: CodeType, changed: dict[tuple[str, int], C
         elif not _same_outside(one, other, changed):
             return False
     return True
+
+
+def _outside(code: CodeType) -> tuple:
+    return code.co_code, code.co_names, [one for one in code.co_consts if not isinstance(one, CodeType)]
 
 
 def _is_function(code: CodeType) -> bool:

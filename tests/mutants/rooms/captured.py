@@ -15,9 +15,8 @@ MUTANTS = [
         "return index - since + 1 if",
         "return index - since if",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -27,9 +26,8 @@ MUTANTS = [
         "            self._check(state, report, next(checks), since)\n"
         "            since = index + 1",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -37,9 +35,8 @@ MUTANTS = [
         "rows[:, None].expand(-1, each).reshape(-1).contiguous()",
         "rows[None].expand(each, -1).reshape(-1).contiguous()",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -47,10 +44,8 @@ MUTANTS = [
         "        if self.divided:",
         "        if False:",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -58,10 +53,8 @@ MUTANTS = [
         "        self.failed.index_fill_(0, index, 0)\n",
         "",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -69,10 +62,8 @@ MUTANTS = [
         "            (self.seeds, 0), (self.temperatures, 0),",
         "            (self.temperatures, 0),",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -80,9 +71,8 @@ MUTANTS = [
         "(self.failed, 0), (self.streams, 0),\n",
         "(self.failed, 0),\n",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -90,9 +80,8 @@ MUTANTS = [
         "            going[place], until[place] = 1, end",
         "            going[place - 1], until[place] = 1, end",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -100,9 +89,8 @@ MUTANTS = [
         "self.tokens[:rows, :slots] = other.tokens",
         "self.tokens[:rows, : slots - 1] = other.tokens[:, : slots - 1]",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -110,9 +98,8 @@ MUTANTS = [
         "for name in (\"lengths\", \"active\", \"ends\", \"script\", \"cursor\"):",
         "for name in (\"active\", \"ends\", \"script\", \"cursor\"):",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -120,10 +107,8 @@ MUTANTS = [
         "and len(row) - held[r] > depth + 1",
         "and len(row) - held[r] > depth + 2",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_planned_rounds.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -131,10 +116,8 @@ MUTANTS = [
         "if len(row) + depth < end(r):",
         "if True:",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_planned_rounds.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -144,10 +127,8 @@ MUTANTS = [
         "            line[r] = 0",
         "",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -155,10 +136,8 @@ MUTANTS = [
         "places[last] == places[last - 1] + 1",
         "places[last] > places[last - 1]",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -166,9 +145,8 @@ MUTANTS = [
         "key=lambda r: -len(rows[r]))",
         "key=lambda r: 0)",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -176,9 +154,8 @@ MUTANTS = [
         "kept = [min(max(same - 1, 0), len(row) - 1)",
         "kept = [min(same + 1, len(row) - 1)",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -186,9 +163,8 @@ MUTANTS = [
         "self._reported = [lines[place] for place in self.places]",
         "self._reported = lines[: len(self.places)]",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -196,9 +172,8 @@ MUTANTS = [
         "at, lines = [places[r] for r in order], [rows[r] for r in order]",
         "at, lines = [places[r] for r in order], rows",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
     Mutant(
@@ -206,10 +181,8 @@ MUTANTS = [
         "[self.noise(numbers[r]) for r in order]",
         "[self.noise(r) for r in order]",
         (
-            "integration/test_device_chain.py",
-            "speculation/test_captured_rounds.py",
-            "integration/test_device_calls.py",
-            "integration/test_device_stream.py",
+            "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
+            "speculation/test_captured_rounds.py::test_rows_come_and_go",
         ),
     ),
 ]  # fmt: skip
