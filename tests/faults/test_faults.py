@@ -25,30 +25,36 @@ def files(folder) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*")}
 
 
+def error_of(writer, folder, faults) -> Exception | None:
+    """What the write of a new version raises; None where it goes through."""
+    with failing(faults):
+        try:
+            writer.write(folder, FIRST + 1)
+        except (OSError, ValueError) as error:
+            return error
+    return None
+
+
 @every_writer
 @pytest.mark.parametrize("torn", [False, True], ids=["fails", "tears"])
 @pytest.mark.parametrize("before", [True, False], ids=["over another", "new"])
 def test_every_operation_fails_once(writer, torn, before, tmp_path):
     """What is there afterwards is whole: the version before, or, where all but the last flush was done, the new one.
     The error is the fault's own, or one that says it; nothing else is left, and the next write does all."""
-    at, operations = 1, None
-    while operations is None or at <= operations:
+    at, operations = 1, 0
+    while at < MOST_OPERATIONS:
         folder = tmp_path / str(at)
         folder.mkdir()
         if before:
             writer.write(folder, FIRST)
         left = files(folder)
-        with failing(Faults(folder, at, torn)) as faults:
-            if failed := faults.at <= (operations or MOST_OPERATIONS):
-                try:
-                    writer.write(folder, FIRST + 1)
-                    failed = False
-                except (OSError, ValueError) as error:
-                    assert WORDS in f"{error} {error.__cause__}", faults.said
-        if not failed:
+        faults = Faults(folder, at, torn)
+        error = error_of(writer, folder, faults)
+        if error is None:
             assert faults.count < at, f"operation {at} failed unseen: {faults.said}"
             operations = faults.count
             break
+        assert WORDS in f"{error} {error.__cause__}", faults.said
         assert writer.read(folder) in (*((FIRST,) if before else (None,)), FIRST + 1), faults.said
         odd = {name for name in files(folder) - left if not name.startswith(("model", "work", "out", "journal"))}
         assert odd <= {"trace.json", "profile.json", "table", "R.bin", "router.safetensors", "certificate.json"}

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 
-_NUMBERS = (0, 1, 7, 8, 127, 128, 255, 256, 65535, 65536, *(2**bits - low for bits in (31, 32, 63, 64) for low in (0, 1)))
+_NUMBERS = (0, 1, 7, 127, 128, 255, 256, 65535, 65536, *(2**bits - one for bits in (31, 32, 63, 64) for one in (0, 1)))
 _VALUES = (
     None, True, False, 0, 1, -1, 2, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1e308, 0.5, "", "0", "x" * 300,
     "\ud800", "\x00", "../..", [], [[]], {}, {"": {}}, [0] * 65, [None], ["x"], {"x": 1},

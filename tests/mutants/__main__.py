@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from .mutant import Mutant, all_mutants
 from .tree import Outcome, copied_tree, import_package
@@ -20,7 +21,7 @@ def chosen(only: str | None, quick: bool) -> list[Mutant]:
             if (only is None or only in one.name or only in one.file) and (one.quick or not quick)]  # fmt: skip
 
 
-def run(mutants: list[Mutant], told=print) -> list[tuple[Mutant, Outcome]]:
+def run(mutants: list[Mutant], told: Callable[[str], object] = print) -> list[tuple[Mutant, Outcome]]:
     """The outcome of each, those first whose file is changed; told: called with a line of each."""
     found: list[tuple[Mutant, Outcome]] = []
 
@@ -33,8 +34,9 @@ def run(mutants: list[Mutant], told=print) -> list[tuple[Mutant, Outcome]]:
         in_files = [mutant for mutant in mutants if tree.swaps(mutant) is None]
         for mutant in in_files:
             tell(mutant, tree.in_the_file(mutant))
-        import_package()
-        whole = tree.tested(sorted({test for mutant in mutants for test in mutant.node_ids}))
+        node_ids = sorted({test for mutant in mutants for test in mutant.node_ids})
+        import_package(node_ids)
+        whole = tree.tested(node_ids)
         if whole.wrong or whole.killed_by:
             raise ValueError(f"without a mutant the tests fail, so nothing follows from them: {whole}")
         told(f"all of their tests pass without a mutant, {whole.seconds:.0f} s")

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import NamedTuple, NoReturn
@@ -200,8 +200,9 @@ def _import_others(place: str) -> None:
                 importlib.import_module(name)
 
 
-def import_package() -> None:
-    """The package itself, from the copy; behind this, files that change are not read again."""
+def import_package(node_ids: list[str]) -> None:
+    """The package itself and the files of these tests, from the copy; behind this, files that change are not read
+    again."""
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]  # of the working tree
     for name in ("hf_mlspec", "hf_mlspec.evaluation", "hf_mlspec.serving"):
@@ -210,3 +211,8 @@ def import_package() -> None:
         name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         if name.split(".")[1:2] in (["speculation"], ["engines"], ["integration"], ["ops"]):
             importlib.import_module(name)
+    import pytest
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+                     *sorted({one.split("::")[0] for one in node_ids})])  # fmt: skip
