@@ -29,12 +29,7 @@ MUTANTS = [
         "lengths stay where rows move", ROWS,
         "self.lengths = [self.lengths[r] for r in keep]",
         "self.lengths = self.lengths[: len(keep)]",
-        (
-            "engines/test_module_cache.py::test_every_row_of_a_batch_is_scored_as_if_alone",
-            "engines/test_module_cache.py::test_select_keeps_rows_in_the_order_asked_for",
-            "engines/test_cached_rows.py::test_slots_of_rows_that_left_are_taken_again",
-            "engines/test_cached_rows.py::test_rows_come_and_go_without_a_trace",
-        ),
+        ("engines/test_cached_rows.py::test_lengths_move_with_their_rows",),
     ),
     Mutant(
         "a row that joins holds a slot", ROWS,
@@ -112,14 +107,7 @@ MUTANTS = [
         "a beginning is longer than it counts", ROWS,
         "end = min(first + piece.shape[3], count)",
         "end = first + piece.shape[3]",
-        (
-            "engines/test_module_cache.py::test_every_row_of_a_batch_is_scored_as_if_alone",
-            "engines/test_module_cache.py::test_select_keeps_rows_in_the_order_asked_for",
-            "engines/test_cached_rows.py::test_slots_of_rows_that_left_are_taken_again",
-            "engines/test_cached_rows.py::test_rows_come_and_go_without_a_trace",
-            "integration/test_long_prefill.py",
-            "integration/test_stream_prompts.py",
-        ),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "pieces of a beginning lie over each other", ROWS,
@@ -127,14 +115,7 @@ MUTANTS = [
         "            first = end",
         "            self.cache.kv[:, :, row, :, first:end] = piece[:, :, :, : end - first]\n"
         "            first = 0",
-        (
-            "engines/test_module_cache.py::test_every_row_of_a_batch_is_scored_as_if_alone",
-            "engines/test_module_cache.py::test_select_keeps_rows_in_the_order_asked_for",
-            "engines/test_cached_rows.py::test_slots_of_rows_that_left_are_taken_again",
-            "engines/test_cached_rows.py::test_rows_come_and_go_without_a_trace",
-            "integration/test_long_prefill.py",
-            "integration/test_stream_prompts.py",
-        ),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "a copied row is one slot short", ROWS,
@@ -174,12 +155,7 @@ MUTANTS = [
         "a shrunk lane loses its last slots", CACHE,
         "t[:, :, :slots].clone(",
         "t[:, :, : slots - 256].clone(",
-        (
-            "engines/test_module_cache.py::test_every_row_of_a_batch_is_scored_as_if_alone",
-            "engines/test_module_cache.py::test_select_keeps_rows_in_the_order_asked_for",
-            "engines/test_cached_rows.py::test_slots_of_rows_that_left_are_taken_again",
-            "engines/test_cached_rows.py::test_rows_come_and_go_without_a_trace",
-        ),
+        ("speculation/test_level_limits.py::test_a_shrunk_lane_keeps_its_first_slots",),
     ),
     Mutant(
         "a query sees the slot behind it", ATTENTION,
@@ -197,13 +173,7 @@ MUTANTS = [
         "a window is one slot wider", ATTENTION,
         "(slot <= query - window)",
         "(slot < query - window)",
-        (
-            "engines/test_module_cache.py::test_every_row_of_a_batch_is_scored_as_if_alone",
-            "engines/test_module_cache.py::test_select_keeps_rows_in_the_order_asked_for",
-            "engines/test_cached_rows.py::test_slots_of_rows_that_left_are_taken_again",
-            "engines/test_cached_rows.py::test_rows_come_and_go_without_a_trace",
-            "integration/test_windows.py",
-        ),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "a single token sees slots of longer rows", ATTENTION,

@@ -16,7 +16,7 @@ MUTANTS = [
         "a row passes its longest length", LOOP,
         "            tokens = tokens[: self.lengths[r] - len(row)]\n",
         "",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "the end of a sequence is not kept", LOOP,
@@ -28,7 +28,7 @@ MUTANTS = [
         "a full row goes on", LOOP,
         "if not finished and len(row) < self.lengths[r]:",
         "if not finished and len(row) <= self.lengths[r]:",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "numbers stay where rows leave", LOOP,
@@ -40,7 +40,7 @@ MUTANTS = [
         "a row that replaces another has its length", LOOP,
         "self.rows[r], self.numbers[r], self.lengths[r] = row, number, end",
         "self.rows[r], self.numbers[r] = row, number",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "an end in the prompt ends a row", LOOP,
@@ -58,13 +58,13 @@ MUTANTS = [
         "a row keeps more slots than its predecessor had", HOST,
         "kept = min(runner.lengths[r], same) if runner.can.bit_exact else 0",
         "kept = same if runner.can.bit_exact else 0",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "a module row keeps its predecessor's slots", HOST,
         "kept = min(runner.lengths[r], same) if runner.can.bit_exact else 0",
         "kept = runner.lengths[r]",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "levels keep one token that the target rejected", HOST,
@@ -76,7 +76,7 @@ MUTANTS = [
         "levels are not told of a row that is replaced", HOST,
         "                    level.replace(r)",
         "                    pass",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "a level in the target's cache drafts before the prefill", HOST,
@@ -88,7 +88,7 @@ MUTANTS = [
         "ends stay where rows leave", HOST,
         "self._ready, self._ends = ([line[r] for r in keep] for line in (self._ready, self._ends))",
         "self._ready = [self._ready[r] for r in keep]; self._ends = self._ends[: len(keep)]",
-        ("speculation/test_decode.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "tokens behind a stop count", PROCESSING,

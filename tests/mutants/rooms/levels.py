@@ -38,7 +38,7 @@ MUTANTS = [
         "after a round the inner level keeps one token too many", CHECKED,
         "self.inner.rollback([len(row) + a for",
         "self.inner.rollback([len(row) + a + 1 for",
-        ("speculation/test_chain.py", "speculation/test_decode.py",),
+        ("speculation/test_level_limits.py::test_the_level_below_hears_what_each_round_kept",),
     ),
     Mutant(
         "inner levels are not told who left", CHECKED,
@@ -63,17 +63,15 @@ MUTANTS = [
         "        self.checker.replace(row)\n"
         "        self.inner.replace(row)",
         "        self.checker.replace(row)",
-        (
-            "speculation/test_chain.py",
-            "speculation/test_decode.py",
-            "speculation/test_continuous.py",
-        ),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
     Mutant(
         "checks inside an engine end rows one late", CHECKED,
         "left = [count - a - 1 if on else 0 for count, a, on in zip(left, accepted, alive, strict=True)]",
         "left = [count - a if on else 0 for count, a, on in zip(left, accepted, alive, strict=True)]",
-        ("speculation/test_chain.py", "speculation/test_decode.py",),
+        (
+            "speculation/test_level_limits.py::test_checks_inside_an_engine_end_with_what_they_settled",
+        ),
     ),
     Mutant(
         "a level drafts beyond its positions", CHECKED,
@@ -100,40 +98,40 @@ MUTANTS = [
         "a model drafts one token too many", MODEL,
         "a and ok and n < limit for a, ok, n",
         "a and ok and n <= limit for a, ok, n",
-        ("speculation/test_model_drafter.py", "speculation/test_chain.py",),
+        ("speculation/test_level_limits.py::test_a_model_drafts_as_many_tokens_as_it_may",),
     ),
     Mutant(
         "a roll-back forgets what lies outside the window", MODEL,
         "[max(n - d, 0) for n, d in",
         "[n for n, d in",
-        ("speculation/test_model_drafter.py", "speculation/test_chain.py",),
+        ("speculation/test_level_limits.py::test_what_is_rejected_is_counted_from_the_window",),
     ),
     Mutant(
         "a new window keeps the old one's slots", MODEL,
         "                self.runner.lengths[r] = 0\n",
         "",
-        ("speculation/test_model_drafter.py", "speculation/test_chain.py",),
+        ("speculation/test_level_limits.py::test_a_window_begins_with_an_empty_cache",),
     ),
     Mutant(
         "a row that replaces another keeps its window", MODEL,
         "        self.dropped[row] = 0\n",
         "",
         (
-            "speculation/test_model_drafter.py",
-            "speculation/test_chain.py",
-            "speculation/test_continuous.py",
+            "speculation/test_level_limits.py::test_a_row_in_the_place_of_another_is_seen_from_its_beginning",
         ),
     ),
     Mutant(
         "all drafted tokens have the first one's noise", MODEL,
         "[len(row) + step for row in rows]",
         "[len(row) for row in rows]",
-        ("speculation/test_model_drafter.py", "speculation/test_chain.py",),
+        (
+            "speculation/test_level_limits.py::test_a_sampled_draft_of_the_checkers_own_table_is_always_right",
+        ),
     ),
     Mutant(
         "a model keeps what was rejected", MODEL,
         "roll_back(self.runner, [max(n - d, 0)",
         "roll_back(self.runner, [1 << 30 or max(n - d, 0)",
-        ("speculation/test_model_drafter.py", "speculation/test_chain.py",),
+        ("speculation/test_continuous.py::test_rows_come_and_go",),
     ),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ MUTANTS = [
         "only the last token is compared", AGREEMENT,
         "LOOK_BACK = 32",
         "LOOK_BACK = 1",
-        ("speculation/test_prompt_lookup.py", "speculation/test_ngram.py",),
+        ("speculation/test_prompt_lookup.py::test_what_a_row_still_says_is_looked_for_far_back",),
     ),
     Mutant(
         "rows of one length have everything in common", AGREEMENT,

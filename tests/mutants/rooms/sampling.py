@@ -15,12 +15,7 @@ MUTANTS = [
         "[len(row) for row in rows], asked",
         "[len(row) - 1 for row in rows], asked",
         (
-            "speculation/test_sampling.py",
-            "speculation/test_row_sampling.py::test_rows_are_processed_by_their_own_rules_only",
-            "speculation/test_row_sampling.py::test_a_row_has_the_noise_of_a_call_of_one_row",
-            "speculation/test_row_sampling.py::test_a_row_whose_processor_fails_leaves_the_others_alone",
-            "speculation/test_row_sampling.py::test_no_level_below_changes_a_token",
-            "speculation/test_chain.py",
+            "speculation/test_level_limits.py::test_a_sampled_draft_of_the_checkers_own_table_is_always_right",
         ),
     ),
     Mutant(
@@ -199,12 +194,7 @@ MUTANTS = [
         "drawn(scores[:, None], self.seed, self.row_ids, positions)",
         "drawn(scores[:, None], self.seed, self.row_ids, [p - 1 for p in positions])",
         (
-            "speculation/test_sampling.py",
-            "speculation/test_row_sampling.py::test_rows_are_processed_by_their_own_rules_only",
-            "speculation/test_row_sampling.py::test_a_row_has_the_noise_of_a_call_of_one_row",
-            "speculation/test_row_sampling.py::test_a_row_whose_processor_fails_leaves_the_others_alone",
-            "speculation/test_row_sampling.py::test_no_level_below_changes_a_token",
-            "speculation/test_chain.py",
+            "speculation/test_level_limits.py::test_a_sampled_draft_of_the_checkers_own_table_is_always_right",
         ),
     ),
     Mutant(
