@@ -70,48 +70,74 @@ struct StatePart {
   }
 };
 
-// What S says of q is known before S moves: S^T q = decay S^T q + (q k) change.
+// What a lane reads of a token: rows of its key and query, values of its columns, decay and beta, and what key times query is.
+template <int kRows>
+struct ScanToken {
+  float k[kRows], q[kRows], product;
+  float4 v;
+  float2 weights;
+
+  __device__ __forceinline__ void load(const mlspec_cuda_delta& a, int64_t slot, int head, int key_head, int first, int column, bool asks) {
+    const float* const keys = a.keys + (slot * a.key_heads + key_head) * 2 * kRows * kKeyGroups + first;
+    load_rows<kRows>(keys, k);
+    weights = *reinterpret_cast<const float2*>(a.weights + (slot * a.value_heads + head) * 2);
+    v = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (column < a.value_dim) v = *reinterpret_cast<const float4*>(a.values + (slot * a.value_heads + head) * a.value_dim + column);
+    if (!asks) return;
+    load_rows<kRows>(keys + kRows * kKeyGroups, q);
+    product = a.products[slot * a.key_heads + key_head];
+  }
+};
+
+// S moves by one token. What it says of q is known before: S^T q = decay S^T q + (q k) change; to: where that goes, null: nowhere.
+template <int kRows>
+__device__ __forceinline__ void scan_token(StatePart<kRows>& own, const ScanToken<kRows>& token, bool asks, float* to) {
+  const float decay = token.weights.x, beta = token.weights.y;
+  float known[kColumns], change[kColumns];
+  own.times(token.k, known);
+  change[0] = fmaf(-decay, known[0], token.v.x) * beta, change[1] = fmaf(-decay, known[1], token.v.y) * beta;
+  change[2] = fmaf(-decay, known[2], token.v.z) * beta, change[3] = fmaf(-decay, known[3], token.v.w) * beta;
+  if (asks) {
+    float asked[kColumns];
+    own.times(token.q, asked);
+    if (to)
+      *reinterpret_cast<float4*>(to) =
+          make_float4(fmaf(token.product, change[0], asked[0] * decay), fmaf(token.product, change[1], asked[1] * decay),
+                      fmaf(token.product, change[2], asked[2] * decay), fmaf(token.product, change[3], asked[3] * decay));
+  }
+  own.move(token.k, change, decay);
+}
+
 template <int kRows>
 __global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_kernel(mlspec_cuda_delta a) {
   launch_dependents();
+  constexpr bool kAhead = kRows <= 16;  // the next token is read while one is run, where registers hold both
   const int row = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % kWarp, group = lane / (kWarp / kKeyGroups);
   const int column = (blockIdx.x * kScanWarps + threadIdx.x / kWarp) * kWarpColumns + lane % (kWarp / kKeyGroups) * kColumns;
   const int key_head = head / (a.value_heads / a.key_heads), first = group * kRows;
-  constexpr int kPadded = kRows * kKeyGroups;
   wait_for_previous_kernel();
   const DeltaSpan span = span_of(a, row);
   const bool mine = column < a.value_dim;  // of the last warp some lanes have no columns; they take part in sums
   float* const state = a.states + (int64_t(row) * a.value_heads + head) * a.key_dim * a.value_dim + (mine ? column : 0);
+  float* const mixed = a.mixed + (int64_t(row) * a.width * a.value_heads + head) * a.value_dim + column;
+  const int64_t slots = int64_t(row) * (a.window + a.width) - span.begin;
   StatePart<kRows> own;
   own.fill(span.lost ? __int_as_float(0x7FC00000) : 0.f);
   if (span.begin > 0 && !span.lost) own.load(state, first, a.key_dim, a.value_dim);
   const int settled = (a.settles == MLSPEC_STATE_AT_END ? span.end : span.start) - a.behind;
   const bool settles = a.settles != MLSPEC_STATE_KEEP && settled > span.begin && mine;
+  ScanToken<kRows> token, next;
+  if (kAhead && span.begin < span.end) next.load(a, slots + span.begin, head, key_head, first, column, span.begin >= span.start);
   for (int p = span.begin; p < span.end; ++p) {
     if (p == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
-    const int64_t slot = int64_t(row) * (a.window + a.width) + p - span.begin;
-    const float* const keys = a.keys + (slot * a.key_heads + key_head) * 2 * kPadded + first;
-    const float2 weights = *reinterpret_cast<const float2*>(a.weights + (slot * a.value_heads + head) * 2);
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (mine) v = *reinterpret_cast<const float4*>(a.values + (slot * a.value_heads + head) * a.value_dim + column);
-    float k[kRows], known[kColumns], change[kColumns];
-    load_rows<kRows>(keys, k);
-    own.times(k, known);
-    change[0] = fmaf(-weights.x, known[0], v.x) * weights.y, change[1] = fmaf(-weights.x, known[1], v.y) * weights.y;
-    change[2] = fmaf(-weights.x, known[2], v.z) * weights.y, change[3] = fmaf(-weights.x, known[3], v.w) * weights.y;
-    if (p >= span.start) {
-      float q[kRows], asked[kColumns];
-      load_rows<kRows>(keys + kPadded, q);
-      own.times(q, asked);
-      const float product = a.products[slot * a.key_heads + key_head];
-      if (mine && group == 0) {
-        float* const to = a.mixed + ((int64_t(row) * a.width + p - span.start) * a.value_heads + head) * a.value_dim + column;
-        *reinterpret_cast<float4*>(to) =
-            make_float4(fmaf(product, change[0], asked[0] * weights.x), fmaf(product, change[1], asked[1] * weights.x),
-                        fmaf(product, change[2], asked[2] * weights.x), fmaf(product, change[3], asked[3] * weights.x));
-      }
+    if constexpr (kAhead) {
+      token = next;
+      if (p + 1 < span.end) next.load(a, slots + p + 1, head, key_head, first, column, p + 1 >= span.start);
+    } else {
+      token.load(a, slots + p, head, key_head, first, column, p >= span.start);
     }
-    own.move(k, change, weights.x);
+    float* const to = mixed + int64_t(p - span.start) * a.value_heads * a.value_dim;
+    scan_token(own, token, p >= span.start, mine && group == 0 ? to : nullptr);
   }
   if (span.end == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
 }
@@ -178,7 +204,8 @@ const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launc
 using namespace mlspec;
 
 int32_t mlspec_cuda_delta_padded(int32_t key_dim, int32_t value_dim, int32_t num_taps) {
-  if (key_dim < 4 || key_dim > 256 || key_dim % 4 || value_dim < 4 || value_dim > 256 || value_dim % 4 || num_taps < 2 || num_taps > 8) return 0;
+  const auto fits = [](int32_t dim) { return dim >= 4 && dim <= 256 && dim % 4 == 0; };
+  if (!fits(key_dim) || !fits(value_dim) || num_taps < 2 || num_taps > 8) return 0;
   int32_t rows = 4;
   while (rows * kKeyGroups < key_dim) rows *= 2;
   return rows * kKeyGroups;
