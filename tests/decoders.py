@@ -169,6 +169,8 @@ _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size":
 _YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
 _GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
+_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}
+_GLM |= {"first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1}
 # Mixtures of experts.
 MIXTURES = {
     "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
@@ -186,13 +188,8 @@ MIXTURES = {
     "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
     "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
     "gpt-oss": (GptOssConfig, _GPT_OSS),
-}
-_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}
-_GLM |= {"first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1}
-# What the decoder of the CPU computes, those of GPUs not all.
-CPU_MIXTURES = {
-    **MIXTURES,
     "glm4-moe": (Glm4MoeConfig, {**_GLM, "use_qk_norm": True}),
+    "glm4-moe-groups": (Glm4MoeConfig, {**_GLM, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
     "glm4-moe-as-it-is": (Glm4MoeConfig, {**_GLM, "use_qk_norm": False, "norm_topk_prob": False}),
 }
 PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
@@ -205,7 +202,7 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **CPU_MIXTURES, **HYBRIDS}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
     torch.manual_seed(0)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
@@ -287,9 +284,17 @@ def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, t
         logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
         if hasattr(router, "e_score_correction_bias"):
             logits = logits.sigmoid() + router.e_score_correction_bias
+        narrowly = NARROW * logits.std()
+        if hasattr(router, "num_group"):
+            groups = logits.unflatten(-1, (router.num_group, -1)).topk(2, dim=-1).values.sum(dim=-1)
+            best, last = groups.sort(dim=-1, descending=True), router.topk_group
+            if last < router.num_group:
+                narrow.logical_or_(best.values[..., last - 1] - best.values[..., last] < narrowly)
+                seen = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, best.indices[..., :last], True)
+                logits = logits.where(seen.repeat_interleave(logits.shape[-1] // router.num_group, dim=-1), -1.0)
         if chosen < logits.shape[-1]:
             best = logits.sort(dim=-1, descending=True).values
-            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
+            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < narrowly)
 
     for _, router in routers(wide):
         if "weight" in router._parameters:

@@ -25,7 +25,7 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 CPU_WORDS = {"head_norms": ("per rotated head",)}
 GATES = ("halves", "clamped pairs")  # of experts
-SCORES = ("softmax", "sigmoid")  # of experts; the decoder of GPUs takes the first
+SCORES = ("softmax", "sigmoid")  # of experts
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -243,9 +243,6 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
-    scores = SCORES[0] if description.experts is None else description.experts.scores
-    if decoder == "cuda" and scores != SCORES[0]:
-        return f"scores {scores!r} of experts; the compiled decoder {_OF[decoder]}takes {SCORES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

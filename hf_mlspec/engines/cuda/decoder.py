@@ -27,9 +27,10 @@ from .. import architecture
 from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .experts import require_served_experts
+from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
+from .row_bits import BlockBits, Groups, at, outside, times
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
@@ -97,6 +98,8 @@ class CudaDecoder:
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self.extra_bytes += sum(layer.experts.extra_bytes for layer in self._layers if layer.experts is not None)
         self._captured_bits = min(map(_captured_bits, [*linears, self._head]))
+        streamed = [one for one in map(_plain, [*linears, self._head]) if isinstance(one, StreamedPlanesLinear)]
+        self.plane_sources = tuple({id(own.source): own.source for own in streamed}.values())
         self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
@@ -107,10 +110,15 @@ class CudaDecoder:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._weights, self.positions
 
-    def captures(self, bits: Bits) -> bool:
+    def captures(self, bits: Bits | BlockBits) -> bool:
         """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it."""
-        return all(filled(bits, own).weight <= self._captured_bits for own in self._own)
+        fetched for it from elsewhere than pinned memory."""
+        most = bits if isinstance(bits, Bits) else bits.widest
+        return all(filled(most, own).weight <= self._captured_bits for own in self._own)
+
+    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+        """Of every layer in turn, as of `Layer.blocks`: those that `BlockBits` knows by their number."""
+        return [block for layer in self._layers for block in layer.blocks()]
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -129,7 +137,7 @@ class CudaDecoder:
 
     def forward(
         self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None = None,
-        bits: Bits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
+        bits: Bits | BlockBits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
         states: DeltaStates | None = None, settles: int = AT_START,
     ) -> Tensor:  # fmt: skip
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
@@ -137,39 +145,38 @@ class CudaDecoder:
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
         rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
-        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says.
-        packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`. states: of the rows,
-        where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. Only enqueues. ValueError for
-        operands that do not fit.
+        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says; or
+        those of every block. packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`.
+        states: of the rows, where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. Only
+        enqueues. ValueError for operands that do not fit.
         """
         self._require(ids, kv, bits, states)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
-        caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._mix(layer, normed, caches, (states, settles), lanes, bits)
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = self._feed_forward(layer, normed, bits)
+            added = self._feed_forward(layer, normed, at(bits, 2 * number + 1, normed))
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         if states is not None:
             states.settle(starts, counts, settles)
-        return self._logits(total, added, pick, bits)
+        return self._logits(total, added, pick, outside(bits))
 
     def _mix(
-        self, layer: Layer, normed: Tensor, caches: tuple, kept: tuple, lanes: tuple, bits: Bits
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
             return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
-        return self._attend(layer, normed, *caches[2 * layer.index : 2 * layer.index + 2], lanes, bits)
+        return self._attend(layer, normed, kv[layer.index], lanes, bits)
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
         normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
@@ -183,11 +190,12 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
-        """What a layer's MLP, or its experts, add."""
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor | ExpertRows:
+        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
-            return layer.experts(normed, self._activation, bits)
-        return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+            added = layer.experts(normed, self._activation, bits)
+            return added if layer.mlp_out is None else added.summed()
+        return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
         if self.sizes.plain_mlp:
@@ -211,14 +219,13 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(
-        self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
-    ) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
+        keys, values = kv.unbind()
         batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
-        qkv = layer.qkv(normed, bits)
+        qkv = times(layer.qkv, normed, bits)
         if self._heads_order is not None:
             qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
@@ -233,9 +240,9 @@ class CudaDecoder:
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
         mixed = mixed if packing is None else mixed.index_select(0, packing.take)
-        return layer.o(ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed, bits)
+        return times(layer.o, ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed, bits)
 
-    def _require(self, ids: Tensor, kv: Tensor, bits: Bits, states: DeltaStates | None) -> None:
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits, states: DeltaStates | None) -> None:
         sizes = self.sizes
         if (states is not None) != (self.num_recurrent > 0) or (states is not None and states.rows != len(ids)):
             given = "none" if states is None else f"those of {states.rows} rows"
@@ -249,7 +256,9 @@ class CudaDecoder:
         expected += (sizes.head_dim if kept is None else kept.width(sizes.head_dim),)
         if tuple(kv.shape) != expected:
             raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
-        if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
+        if not isinstance(bits, Bits) or bits == OWN_BITS:
+            return
+        if not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
             choices = ", ".join(map(str, map(tuple, self.bit_choices)))
             way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
@@ -300,6 +309,8 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
+
+
 def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
     """Every layer, and its number among those that keep what it keeps: keys and values, or a state."""
     seen = [0, 0]
@@ -309,9 +320,14 @@ def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
         seen[kind] += 1
 
 
+def _plain(linear: JoinedLinear) -> JoinedLinear:
+    """Without the order or the rotation of its inputs."""
+    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+
+
 def _captured_bits(linear: JoinedLinear) -> float:
     """Up to how many bits of its weights a call only enqueues."""
-    own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+    own = _plain(linear)
     if isinstance(own, StreamedPlanesLinear):
-        return own.resident
+        return float("inf") if own.source.copies_in_graphs else own.resident
     return LOW.weight if isinstance(own, ZipperTilesLinear) and own.hosts else float("inf")

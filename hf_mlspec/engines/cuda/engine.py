@@ -19,6 +19,7 @@ from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
 from .decoder import CudaDecoder, Packing, require_read
+from .row_bits import BlockBits
 from .rows import CudaRows
 from .states import DeltaStates
 from .steps import CudaSteps
@@ -105,14 +106,21 @@ class CudaEngine(CudaRows):
                                   for row, on, have in zip(rows, alive, self.lengths, strict=True)]):  # fmt: skip
             return most
         begin = time.perf_counter()
-        lines = [row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)]
+        self._prefill([row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)])
+        self.seconds += time.perf_counter() - begin
+        return 1
+
+    def _prefill(self, lines: Rows) -> None:
+        """Bring the cache of every row to these tokens; of rows that are not alive there are none."""
         view = self.bits, self.draft_window, self._owner.states
-        self.forwards += prefill(self.decoder, self._kv(len(rows)), lines, self.lengths, *view)
+        self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
         if self.states is not None:
             read = [len(line) - have for line, have in zip(lines, self.lengths, strict=True)]
             self._settled([len(line) for line in lines], [max(n, 0) for n in read])
-        self.seconds += time.perf_counter() - begin
-        return 1
+
+    def _bits_of_rows(self) -> Bits | BlockBits:
+        """What a step of all rows reads."""
+        return self.bits
 
     def _forward(
         self, ids: Tensor, starts: list[int], counts: list[int], first: list[int], kept: int, drafts: bool = False
@@ -128,7 +136,7 @@ class CudaEngine(CudaRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        view = {"bits": self.bits, "draft_window": self.draft_window, "states": states, "settles": settles}
+        view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window, "states": states, "settles": settles}
         logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
         if settles != KEEP:
             self._settled(starts, counts)
@@ -147,8 +155,8 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 
 
 def prefill(
-    decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits = OWN_BITS, draft_window: int = 0,
-    states: DeltaStates | None = None,
+    decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits | BlockBits = OWN_BITS,
+    draft_window: int = 0, states: DeltaStates | None = None,
 ) -> int:  # fmt: skip
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import ops
 from ...ops.compiled_decoder import Sizes
 from ..architecture import Norm, Outline
+from .experts import ExpertRows
 
 
 class LayerNorm(NamedTuple):
@@ -21,9 +22,14 @@ class LayerNorm(NamedTuple):
 
 
 def normed_sum(
-    total: Tensor, added: Tensor | None, norm: Tensor | LayerNorm | None, eps: float, order: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    total: Tensor, added: Tensor | ExpertRows | None, norm: Tensor | LayerNorm | None, eps: float,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum."""
+    if isinstance(added, ExpertRows):
+        if isinstance(norm, Tensor) and order is None:
+            return added.normed(total, norm, eps)
+        added = added.summed()
     if isinstance(norm, Tensor):
         x, residual = (total, None) if added is None else (added, total)
         if order is None:

@@ -48,6 +48,10 @@ class Layer:
     index: int
     delta: DeltaLayer | None = None
 
+    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+        """Attention and MLP: the first linear, the last, the order of the first one's inputs."""
+        return [(self.qkv, self.o, self.qkv_order), (self.gate_up, self.down, self.gate_up_order)]
+
     def linears(self) -> list[JoinedLinear]:
         """Those that all tokens go through, but for the head."""
         shared = [] if self.experts is None else self.experts.shared

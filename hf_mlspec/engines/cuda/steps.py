@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ...nn.plane_source import InGraph, PlaneSource
 from ...nn.state import say_once
 from ...ops.delta import AT_START
 from ...precision import Bits
 from ..built import capturing
 from ..memory import out_of_memory
 from .decoder import CudaDecoder
+from .row_bits import BlockBits
 from .states import DeltaStates
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
@@ -28,11 +30,25 @@ _MOST_TOKENS = 128  # larger steps keep the device busy while Python launches th
 _KEPT = 8  # graphs, those used last
 
 
+class Recording:
+    """A CUDA graph, and what it copies of streamed planes, from each of their sources."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, fetches: Sequence[tuple[PlaneSource, InGraph]] = ()):
+        self._graph, self._fetches = graph, fetches
+
+    def replay(self) -> None:
+        """Enqueue it on the current stream."""
+        with ExitStack() as stack:
+            for source, own in self._fetches:
+                stack.enter_context(source.replaying(own))
+            self._graph.replay()
+
+
 @dataclass
 class _Step:
     """A captured step, what it reads and what it writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Recording
     operands: tuple[Tensor, ...]
     logits: Tensor
 
@@ -49,13 +65,15 @@ class CudaSteps:
         self._captures = decoder.device.type == "cuda"
 
     def forward(
-        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits,
-        draft_window: int = 0, states: DeltaStates | None = None, settles: int = AT_START,
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None,
+        bits: Bits | BlockBits, draft_window: int = 0, states: DeltaStates | None = None, settles: int = AT_START,
     ) -> Tensor:  # fmt: skip
         """As `CudaDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
         how = {"bits": bits, "draft_window": draft_window, "states": states, "settles": settles}
-        step = self._step((*ids.shape, None if pick is None else len(pick), draft_window, settles), operands, kv, how)
+        said = bits if isinstance(bits, Bits) else bits.key
+        shape = (*ids.shape, None if pick is None else len(pick), said, draft_window, settles)
+        step = self._step(shape, operands, kv, how)
         if step is None:
             return self.decoder.forward(ids, starts, counts, kv, pick=pick, **how)
         for fixed, given in zip(step.operands, operands, strict=True):
@@ -92,7 +110,8 @@ class CudaSteps:
             results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, **how))
 
         try:
-            self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])
+            graph = recorded(run, self.decoder.device, sources=self.decoder.plane_sources)
+            self._steps[shape] = _Step(graph, fixed, results[0])
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -105,12 +124,15 @@ class CudaSteps:
         self._seen[shape] = 0
 
 
-def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=None) -> torch.cuda.CUDAGraph:
+def recorded(
+    run: Callable[[], None], device: torch.device, pool=None, stream=None, sources: Iterable[PlaneSource] = ()
+) -> Recording:
     """What `run` enqueues, as a graph, captured on `stream`, or one of its own; the device has run the like before.
 
-    Graphs of one pool that are captured on one stream share memory: no two of them may run at a time.
+    sources: of streamed planes that it may read, of which those count whose copies a graph can hold. Graphs of one
+    pool that are captured on one stream share memory: no two of them may run at a time.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, fetches = torch.cuda.CUDAGraph(), []
     stream = stream or torch.cuda.Stream(device)
     with capturing, _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         torch.cuda.synchronize()
@@ -118,10 +140,14 @@ def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=No
         _room_for_seeds(device)
         graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
         try:
-            run()
+            with ExitStack() as stack:
+                for source in sources:
+                    if source.copies_in_graphs:
+                        fetches.append((source, stack.enter_context(source.captured())))
+                run()
         finally:
             graph.capture_end()
-    return graph
+    return Recording(graph, [(source, own) for source, own in fetches if own.reads_low])
 
 
 def _room_for_seeds(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import ops
 from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.states import DeltaStates
-from ...engines.cuda.steps import recorded
+from ...engines.cuda.steps import Recording, recorded
 from ...engines.engine import Engine
 from ...engines.memory import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
@@ -29,7 +29,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     decoder.reserve_positions(POSITIONS)
     slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
     kv, states = new_kv(decoder, 1, slots, engine.kept_in), _states(decoder)
-    graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph | None, Callable[[], None]]] = {}
+    graphs: dict[tuple[int, int], tuple[Recording | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:
         ids = torch.ones(1, count, dtype=torch.int32, device=decoder.device)
@@ -50,7 +50,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
             once = passes(count, slots)
             once()
             try:
-                graphs[key] = recorded(once, decoder.device), once
+                graphs[key] = recorded(once, decoder.device, sources=decoder.plane_sources), once
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise

@@ -41,7 +41,8 @@ class CapturedChain:
 
     planned: a controller chooses the program of every round; `program` is then that of the target alone. seen: slots
     that a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. single:
-    one step of the target, for the last tokens of a call. sampled, warp, divided: as of `RoundProgram`.
+    one step of the target, for the last tokens of a call and the first ones of a stream's rows. sampled, warp,
+    divided: as of `RoundProgram`.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
@@ -52,8 +53,10 @@ class CapturedChain:
         self._sampling = sampled, warp, divided
         self._programs: dict[Plan, RoundProgram] = {}
         self.single = RoundProgram(levels[:1], *self._sampling, active=(), steps=1)
-        self.idle_seconds = 0.0  # of steps behind the last token of a call, which `single` would have saved
+        self.idle_seconds = 0.0  # that `single` would have saved
+        self.step_seconds = 0.0  # of the device for one step of the last round
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
+        self.agreed: dict[tuple, int] = {}  # how often in a row the same levels were chosen anew for such calls
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py

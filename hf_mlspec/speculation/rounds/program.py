@@ -18,6 +18,7 @@ from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.engine import soft_capped
 from ...engines.cuda.states import DeltaStates
 from ...formats import CacheFormat
+from ...nn.plane_source import PlaneSource
 from ...ops.delta import AT_START, KEEP
 from ...precision import Bits
 from .state import RoundState
@@ -127,6 +128,12 @@ class RoundProgram:
         """Layers of all forward passes of a round: what capturing it takes is in proportion to them."""
         return sum(self.forwards(index) * level.decoder.num_layers for index, level in enumerate(self.levels)
                    if isinstance(level, RoundLevel))
+
+    @property
+    def plane_sources(self) -> list[PlaneSource]:
+        """Where its levels' streamed planes come from."""
+        decoders = [level.decoder for level in self.levels if isinstance(level, RoundLevel)]
+        return list({id(source): source for decoder in decoders for source in decoder.plane_sources}.values())
 
     def drafts(self, index: int) -> int:
         """How often a level below the target drafts in a round."""
