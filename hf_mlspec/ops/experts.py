@@ -32,16 +32,23 @@ def most_items(pairs: int, experts: int) -> int:
 
 
 def plan_of(experts: Tensor, num_experts: int) -> Tensor:
-    """The plan (above) of int32 experts ``[n, chosen]``; an expert's pairs stand in their order."""
+    """The plan (above) of int32 experts ``[n, chosen]``; an expert's pairs stand in their order, and last those whose
+    number no expert has."""
     pairs, rows = experts.numel(), rows_of_item(experts.numel(), num_experts)
-    counts = torch.bincount(experts.flatten().long(), minlength=num_experts).tolist()
+    counts = torch.bincount(_sent(experts, num_experts), minlength=num_experts + 1)[:num_experts].tolist()
     items, first = [], 0
     for expert, count in enumerate(counts):
         items += [(expert, first + at, min(rows, count - at)) for at in range(0, count, rows)]
         first += count
     items += [(0, 0, 0)] * (most_items(pairs, num_experts) - len(items))
-    places = experts.flatten().sort(stable=True).indices.int()
+    places = _sent(experts, num_experts).sort(stable=True).indices.int()
     return torch.cat([places, torch.tensor(items, dtype=torch.int32, device=experts.device).flatten()])
+
+
+def _sent(experts: Tensor, count: int) -> Tensor:
+    """int64 ``[pairs]``: the expert of each pair, count for numbers that none has."""
+    pairs = experts.flatten().long()
+    return pairs.where((pairs >= 0) & (pairs < count), count)
 
 
 def _check_route(given: Operands) -> None:
@@ -144,6 +151,27 @@ def _in_best_groups(values: Tensor, groups: int, chosen: int) -> Tensor:
     return values.where(seen.repeat_interleave(own.shape[1], dim=1), -torch.inf)
 
 
+def _check_plan(given: Operands) -> None:
+    given.require_dtype("experts", torch.int32)
+    if given.experts.ndim != 2 or given.num_experts < 1:
+        raise ValueError(
+            f"{given.op}: experts has shape {list(given.experts.shape)} and num_experts is {given.num_experts}, "
+            "expected [n, chosen] and 1 or more"
+        )
+
+
+def _fake_plan(given: Operands) -> Tensor:
+    pairs = given.experts.numel()
+    return given.experts.new_empty(pairs + 3 * most_items(pairs, given.num_experts))
+
+
+@operator(_check_plan, _fake_plan, composed_on_cpu=True)
+def plan_rows(experts: Tensor, num_experts: int) -> Tensor:
+    """The plan of int32 experts ``[n, chosen]`` that something else than ``route_rows`` chose. Pairs whose number no
+    expert has are in no item: products leave their rows unwritten."""
+    return plan_of(experts, num_experts)
+
+
 def _check_rows(given: Operands, count: int, in_features: int, out_features: int) -> None:
     given.require_float("x", CACHE_FLOATS)
     given.require_dtype("experts", torch.int32)
@@ -186,11 +214,14 @@ def _pairs(given: Operands) -> Tensor:
 
 
 def _by_expert(
-    x: Tensor, bias: Tensor | None, experts: Tensor, out: int, multiply: Callable[[Tensor, int, Tensor | None], Tensor]
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, experts: Tensor, count: int, out: int,
+    multiply: Callable[[Tensor, int, Tensor | None], Tensor],
+) -> Tensor:  # fmt: skip
     pairs = experts.flatten()
     y = x.new_empty(len(pairs), out)
     for expert in pairs.unique().tolist():
+        if not 0 <= expert < count:
+            continue
         own = (pairs == expert).nonzero().flatten()
         y[own] = multiply(x[own // (len(pairs) // len(x))], expert, None if bias is None else bias[expert])
     return y
@@ -205,7 +236,8 @@ def dense_expert_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: T
     bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
     On a GPU x and weight are bfloat16; sums are float32."""
     multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
-    return _by_expert(x, bias, experts, weight.shape[1], lambda rows, expert, own: multiply(rows, weight[expert], own))
+    sizes = weight.shape[:2]
+    return _by_expert(x, bias, experts, *sizes, lambda rows, expert, own: multiply(rows, weight[expert], own))
 
 
 @operator(_check_stacked, _pairs, composed_on_cpu=True)
@@ -220,7 +252,7 @@ def mxfp4_expert_rows(
         tiles = weight_tiles[expert], scale_tiles[expert]
         return mxfp4_linear(rows, *tiles, out_features, own, activation_bits)
 
-    return _by_expert(x, bias, experts, out_features, multiply)
+    return _by_expert(x, bias, experts, len(weight_tiles), out_features, multiply)
 
 
 @operator(_check_stacked, _pairs, composed_on_cpu=True)
@@ -236,7 +268,7 @@ def int4_expert_rows(
         tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
         return int4_linear(rows, *tiles, out_features, own, **how)
 
-    return _by_expert(x, bias, experts, out_features, multiply)
+    return _by_expert(x, bias, experts, len(weight_tiles), out_features, multiply)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

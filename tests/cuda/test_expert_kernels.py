@@ -144,6 +144,17 @@ def test_a_token_of_nan_has_weights_of_nan_and_leaves_others_alone(shared):
     assert (some[others, -1] == 5).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_plan_rows_has_the_pairs_of_experts_that_there_are(tokens):
+    experts = some_experts(tokens, 16, 4)
+    plan = ops.plan_rows(experts, 16)
+    assert items_of(plan, 4 * tokens) == items_of(plan_of(experts, 16), 4 * tokens)
+    assert sum(map(len, items_of(plan, 4 * tokens).values())) == 4 * tokens
+    few = ops.plan_rows(experts, 11)  # the others are not here
+    assert items_of(few, 4 * tokens) == items_of(plan_of(experts, 11), 4 * tokens)
+    assert sum(map(len, items_of(few, 4 * tokens).values())) == int((experts < 11).sum())
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(("count", "chosen", "out", "size"), SHAPES)
 def test_products_of_experts_are_exact_but_for_float32_sums(form, count, chosen, out, size):

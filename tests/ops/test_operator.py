@@ -35,6 +35,7 @@ SCHEMAS = [
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "pack_awq(Tensor words) -> Tensor",
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
+    "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",

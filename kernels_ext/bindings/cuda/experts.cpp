@@ -57,6 +57,25 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   return {experts, weights, plan};
 }
 
+Tensor plan_rows(const Tensor& experts, int64_t num_experts) {
+  constexpr const char* op = "plan_rows";
+  TORCH_CHECK_VALUE(experts.dim() == 2, op, ": experts has shape ", experts.sizes(), ", expected [n, chosen]");
+  check_part(op, "experts", experts, at::kInt, experts.sizes(), "experts", experts, 4);
+  TORCH_CHECK_VALUE(num_experts >= 1 && num_experts <= MLSPEC_CUDA_MOST_EXPERTS, op, ": num_experts is ", num_experts,
+                    ", expected 1 to ", +MLSPEC_CUDA_MOST_EXPERTS);
+  const CudaCall call(op, experts);
+  const int64_t pairs = experts.numel();
+  const Tensor plan = at::empty({pairs + 3 * mlspec_cuda_most_items(pairs, num_experts)}, experts.options());
+  if (pairs == 0) return plan;
+  mlspec_cuda_routing args{};
+  args.experts = const_cast<int32_t*>(experts.const_data_ptr<int32_t>()), args.plan = plan.mutable_data_ptr<int32_t>();
+  args.num_tokens = experts.size(0), args.chosen = static_cast<int32_t>(experts.size(1));
+  args.num_experts = static_cast<int32_t>(num_experts);
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_plan_rows(&args, &launch));
+  return plan;
+}
+
 // What the products of experts have in common: x [n, in] or [pairs, in], and where its rows go.
 mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tensor& weight, int64_t in, const Tensor& experts,
                                      const Tensor& plan) {
@@ -215,6 +234,7 @@ std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& 
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("route_rows", route_rows);
+  m.impl("plan_rows", plan_rows);
   m.impl("dense_expert_rows", dense_expert_rows);
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);

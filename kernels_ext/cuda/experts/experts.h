@@ -43,6 +43,9 @@ typedef struct {
 // Three kernels, two for a few tokens, one for up to 16 where blocks form clusters.
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
+// Only the plan, of experts that are given. Numbers that no expert has are in no item.
+const char* mlspec_cuda_plan_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
+
 typedef struct {
   mlspec_cuda_linear linear;  // of one expert: x [num_tokens, in], out bfloat16 [pairs, out]; tiles and biases of all experts
   const int32_t* plan;

@@ -212,7 +212,9 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
       choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
   __syncthreads();
   const int pairs = int(p.num_tokens * p.chosen), expert = threadIdx.x;
-  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) atomicAdd(counts + p.experts[pair], 1);
+  const auto is_here = [&](int at) { return at >= 0 && at < p.num_experts; };  // others are sent nowhere
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
+    if (is_here(p.experts[pair])) atomicAdd(counts + p.experts[pair], 1);
   __syncthreads();
   const int own = counts[expert], items = (own + rows_of_item - 1) / rows_of_item;
   const uint64_t end = sum_up_to(uint64_t(items) << 32 | uint32_t(own), totals);
@@ -227,7 +229,8 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
   __syncthreads();
   for (int item = used + threadIdx.x; item < most_items; item += kPlanThreads)
     to[3 * item] = 0, to[3 * item + 1] = 0, to[3 * item + 2] = 0;
-  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
+    if (is_here(p.experts[pair])) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
 }
 
 template <int kPerLane>
@@ -314,4 +317,15 @@ extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing
     return "routing by sigmoids takes 1 to 64 equal groups of experts, of which those looked at hold as many as a token goes to";
   if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   return p.router_is_float32 ? route<float>(p, *how) : route<__nv_bfloat16>(p, *how);
+}
+
+extern "C" const char* mlspec_cuda_plan_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how) {
+  using namespace mlspec;
+  const mlspec_cuda_routing& p = *routing;
+  if (p.num_tokens < 1 || p.chosen < 1 || p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS)
+    return "a plan takes a token or more, which go to one or more of 1 to 1024 experts";
+  const int64_t pairs = p.num_tokens * p.chosen;
+  if (pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
+  return launch_rows(*how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, int(mlspec_cuda_rows_of_item(pairs, p.num_experts)),
+                     int(mlspec_cuda_most_items(pairs, p.num_experts)));
 }
