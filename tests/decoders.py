@@ -29,10 +29,12 @@ from transformers import (
 )
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.states import DeltaStates
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.fewer_experts import routers
 from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.ops.delta import AT_END
 from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
@@ -160,7 +162,7 @@ def _there(configs: dict) -> dict:
 CONFIGS |= _there(_LATER)
 # What the decoder of the CPU computes, those of GPUs not all.
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
-# Gated delta nets beside attention, on the CPU; modules compute these in float32, whatever the model is in.
+# Gated delta nets beside attention; modules compute these in float32, whatever the model is in.
 HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -227,7 +229,10 @@ class Lanes:
         """rows: of the cache, of which the first `batch` are used."""
         self.decoder, self.lengths = decoder, [0] * batch
         self.cache = new_kv(decoder, rows or batch, slots).fill_(1e4)
-        self.kv = self.cache[:, :, :batch]
+        self.kv, self.states = self.cache[:, :, :batch], None
+        if decoder.num_recurrent:
+            how = decoder.num_recurrent, batch, decoder.dtype, decoder.device
+            self.states = DeltaStates.new(decoder.sizes.delta, *how)
 
     def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: Bits = OWN_BITS) -> list[torch.Tensor]:
         """Logits `[given tokens, vocab]` of every row; `padding` more columns hold no token."""
@@ -237,8 +242,9 @@ class Lanes:
         numbers = (ids, self._ints(self.lengths), self._ints(map(len, tokens)))
         device = self.decoder.device
         logits = self.decoder.forward(
-            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), bits=bits
-        )
+            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), bits=bits,
+            states=self.states, settles=AT_END,
+        )  # fmt: skip
         self.lengths = [length + len(row) for length, row in zip(self.lengths, tokens, strict=True)]
         return list(logits.split([len(row) for row in tokens]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
+from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
 from .experts import (
     dense_expert_rows,
@@ -52,6 +53,7 @@ __all__ = [
     "bitplane_linear",
     "bitplane_sums",
     "choose_rows",
+    "delta_rows",
     "dense_expert_rows",
     "embed_rows",
     "f32_linear",
@@ -95,6 +97,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",
     "unprepack_int4_int8",

@@ -253,8 +253,7 @@ def test_a_field_that_no_decoder_has_is_refused_by_its_name(describe, field, wor
             decoder(model)
 
 
-NOT_OF_QWEN3 = "mlp", "head_gates"
-ON_GPUS_LATER = [(field, word) for field, words in CPU_WORDS.items() for word in words if field not in NOT_OF_QWEN3]
+ON_GPUS_LATER = [(field, word) for field, words in CPU_WORDS.items() for word in words]
 
 
 @pytest.mark.parametrize(("field", "word"), ON_GPUS_LATER)
@@ -263,16 +262,6 @@ def test_a_word_that_the_decoder_of_the_cpu_alone_has_is_refused_by_the_other(de
     describe(replace(KNOWN["Qwen3ForCausalLM"], **{field: word}))
     CpuDecoder(model)
     with pytest.raises(UnknownArchitecture, match=f"says {field} {word!r}; the compiled decoder of GPUs takes "):
-        CudaDecoder(model)
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_delta_nets_are_refused_by_the_decoder_of_gpus(describe, name):
-    model = random_model(name, torch.float32)
-    with pytest.raises(UnknownArchitecture, match="says head_gates 'behind each query'; the compiled decoder of"):
-        CudaDecoder(model)
-    describe(replace(KNOWN[type(model).__name__], head_gates="none"))
-    with pytest.raises(UnknownArchitecture, match="says delta 'linear_attention'; the compiled decoder of GPUs has "):
         CudaDecoder(model)
 
 
