@@ -18,7 +18,7 @@ from .dense import _bf16_linear, _f32_linear
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .operator import CACHE_FLOATS, Operands, operator
-from .rows import _rms_norm
+from .rows import _rms_norm, gated_pairs
 
 
 def rows_of_item(pairs: int, experts: int) -> int:
@@ -183,6 +183,11 @@ def _check_rows(given: Operands, count: int, in_features: int, out_features: int
         raise ValueError(
             f"{given.op}: x has shape {list(x.shape)}, expected [{len(experts)} or {experts.numel()}, {in_features}]"
         )
+    if not 0 <= given.limit < float("inf") or (given.limit and out_features % 2):
+        raise ValueError(
+            f"{given.op}: limit is {given.limit} for {out_features} outputs, expected 0 (none), or a number above for "
+            "gate and up in turns"
+        )
     given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
     if given.bias is not None:
         given.require_float("bias", CACHE_FLOATS)
@@ -209,8 +214,8 @@ def _check_stacked(given: Operands) -> None:
     _check_rows(given, len(tiles), given.x.shape[-1], given.out_features)
 
 
-def _pairs(given: Operands) -> Tensor:
-    return given.x.new_empty((given.experts.numel(), given.out_features))
+def _pairs(given: Operands, out_features: int) -> Tensor:
+    return given.x.new_empty((given.experts.numel(), out_features // 2 if given.limit else out_features))
 
 
 def _by_expert(
@@ -227,48 +232,77 @@ def _by_expert(
     return y
 
 
-@operator(_check_dense,
-          lambda given: given.x.new_empty((given.experts.numel(), given.weight.shape[1])),
-          composed_on_cpu=True)  # fmt: skip
-def dense_expert_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor) -> Tensor:
+def _gated(y: Tensor, slope: float, limit: float) -> Tensor:
+    return gated_pairs(y, slope, limit) if limit else y
+
+
+@operator(_check_dense, lambda given: _pairs(given, given.weight.shape[1]), composed_on_cpu=True)
+def _dense_expert_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor, slope: float, limit: float
+) -> Tensor:
+    multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
+    y = _by_expert(x, bias, experts, *weight.shape[:2], lambda rows, expert, own: multiply(rows, weight[expert], own))
+    return _gated(y, slope, limit)
+
+
+def dense_expert_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
     ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
     bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
-    On a GPU x and weight are bfloat16; sums are float32."""
-    multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
-    sizes = weight.shape[:2]
-    return _by_expert(x, bias, experts, *sizes, lambda rows, expert, own: multiply(rows, weight[expert], own))
+    On a GPU x and weight are bfloat16; sums are float32. limit above 0: outputs are gate and up in turns, and the
+    result ``[n * chosen, out / 2]`` is that of ``gated_pairs``."""
+    return _dense_expert_rows(x, weight, bias, experts, plan, slope, limit)
 
 
-@operator(_check_stacked, _pairs, composed_on_cpu=True)
-def mxfp4_expert_rows(
+@operator(_check_stacked, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _mxfp4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
-    out_features: int, activation_bits: int,
+    out_features: int, activation_bits: int, slope: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
-    ``mxfp4_linear`` multiplies each."""
-
     def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert]
         return mxfp4_linear(rows, *tiles, out_features, own, activation_bits)
 
-    return _by_expert(x, bias, experts, len(weight_tiles), out_features, multiply)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
 
 
-@operator(_check_stacked, _pairs, composed_on_cpu=True)
-def int4_expert_rows(
+def mxfp4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, activation_bits: int, slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
+    ``mxfp4_linear`` multiplies each."""
+    how = out_features, activation_bits, slope, limit
+    return _mxfp4_expert_rows(x, weight_tiles, scale_tiles, bias, experts, plan, *how)
+
+
+@operator(_check_stacked, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _int4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+    slope: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
-    ``int4_linear`` multiplies each."""
     how = {"group_size": group_size, "activation_bits": activation_bits, "activation_clip": activation_clip}
 
     def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
         return int4_linear(rows, *tiles, out_features, own, **how)
 
-    return _by_expert(x, bias, experts, len(weight_tiles), out_features, multiply)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
+
+
+def int4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
+    experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+    slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
+    ``int4_linear`` multiplies each."""
+    how = out_features, group_size, activation_bits, activation_clip, slope, limit
+    return _int4_expert_rows(x, weight_tiles, scale_tiles, zero_tiles, bias, experts, plan, *how)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

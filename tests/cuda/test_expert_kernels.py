@@ -243,6 +243,19 @@ def test_gates_in_clamped_pairs(width):
         assert torch.equal(ops.gated_pairs(gate_up[row : row + 1], 1.702, 7.0), y[row : row + 1])
 
 
+@pytest.mark.parametrize("out", [200, 130, 6])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_pairs_that_are_gated_where_they_are_multiplied_have_the_same_bits(form, out):
+    case, bias = ExpertCase(form, 16, out, 384, 300), torch.randn(16, out, device=DEVICE).bfloat16()
+    for tokens in (1, 9, 300):
+        experts = some_experts(tokens, 16, 4)
+        expected = ops.gated_pairs(case.multiply(case.x[:tokens], experts, bias=bias), 1.702, 1.0)
+        poison((4 * tokens, out // 2))
+        assert torch.equal(case.multiply(case.x[:tokens], experts, bias=bias, clamp=(1.702, 1.0)), expected), tokens
+    with pytest.raises(ValueError, match="limit -1, expected finite numbers"):
+        case.multiply(case.x[:3], some_experts(3, 16, 4), clamp=(1.702, -1.0))
+
+
 @pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)
 def test_experts_without_tokens_are_not_read(form):
     case = ExpertCase(form, 16, 136, 256, 40)

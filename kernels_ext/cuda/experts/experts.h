@@ -53,6 +53,7 @@ typedef struct {
   int64_t num_experts;
   int64_t bytes_of_expert;   // in tiles
   int64_t shifts_of_expert;  // in exponent_shift
+  float slope, limit;        // limit above 0: gate and up come in turns, and out [pairs, out / 2] is what gated_pairs makes of them
 } mlspec_cuda_expert_linear;
 
 // Every GPU since sm_80. A pair's bits depend neither on the other pairs nor on how many there are.
