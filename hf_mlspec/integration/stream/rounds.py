@@ -214,6 +214,13 @@ class StreamRounds:
         return () if self.chain.steering is None else self.chain.steering.active
 
 
+def closed_up(rows: list[int]) -> list[int]:
+    """These rows with the last ones in the places of those that are missing: the others stay where they are."""
+    kept = set(rows)
+    last = iter(sorted((r for r in kept if r >= len(kept)), reverse=True))
+    return [place if place in kept else next(last) for place in range(len(kept))]
+
+
 def _samples(one: Admitted) -> bool:
     """Whether the row has noise."""
     return one.rule.seed is not None

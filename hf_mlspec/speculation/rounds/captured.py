@@ -192,7 +192,7 @@ class CapturedRounds:
         late = self.reading.catch_up(self.program, rows, self.places)
         self._direct = behind and not late and self.chain.graphs.has(self.program, self.bucket)
         self.chain.graphs.launch(self.program, self.bucket)
-        self.steps.joined = 0
+        self.steps.launched()
         self.reading.launched(self.program, rows, self._end)
 
     def _is_ready(self, rows: Rows) -> bool:
@@ -245,8 +245,9 @@ class CapturedRounds:
         at, lines = [places[r] for r in order], [rows[r] for r in order]
         until = [min(ends[r], self.chain.slots) for r in order]
         self.chain.state.load(at, lines, until, [self.noise(numbers[r]) for r in order])
-        self.steps.join(len(rows))
         held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
+        beside = [numbers[r] in self.begun and have == len(rows[r]) - 1 for r, have in zip(order, held, strict=True)]
+        self.steps.join(len(rows), any(beside))
         read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
 
     def _end(self, r: int) -> int:

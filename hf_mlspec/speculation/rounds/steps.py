@@ -16,17 +16,23 @@ class Steps:
 
     A round of many steps has one wait of the host, and tells its first token with its last one. soon: rows that join
     get their first token from a round of one step, where they wait so much less that it outweighs one wait more of all
-    rows for the host; of a stream, which tells tokens as they come. joined: rows that did since the last launch.
+    rows for the host, or where one was read beside the others: these waited for it to join, and are not to wait for a
+    whole round behind that. Of a stream, which tells tokens as they come. joined: rows that did since the last launch;
+    read: whether all was read of one of them before.
     """
 
     def __init__(self, chain: CapturedChain):
-        self.chain, self.soon, self.joined = chain, False, 0
+        self.chain, self.soon, self.joined, self.read = chain, False, 0, False
         self._host = 0.0  # seconds that the host had to do between two rounds, where no row joined
         self._since: float | None = None  # when the last round had ended; None: rows joined since, or there was none
 
-    def join(self, rows: int) -> None:
-        """So many rows join."""
-        self.joined, self._since = self.joined + rows, None
+    def join(self, rows: int, read: bool) -> None:
+        """So many rows join. read: whether nothing is left to read of one of them."""
+        self.joined, self.read, self._since = self.joined + rows, self.read or read, None
+
+    def launched(self) -> None:
+        """The coming round has become the one under way."""
+        self.joined, self.read = 0, False
 
     def waits(self) -> None:
         """The host has nothing left to do but wait for the round under way."""
@@ -62,5 +68,7 @@ class Steps:
             return (program.steps - left) * max(step, _SOME)
         if not self.soon or not self.joined:
             return 0.0
+        if self.read:
+            return (program.steps - 1) * max(step, _SOME)
         return self.joined * (program.steps - 1) * step - rows * max(self._host - step, _WAIT)
 
