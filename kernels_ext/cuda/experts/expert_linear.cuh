@@ -8,6 +8,7 @@
 
 namespace mlspec::portable {
 
+constexpr int kFewStages = 5;  // of 4-bit weights and 8 tokens: three blocks share a multiprocessor of Hopper
 constexpr int kPairBytes = 2 * 64 * int(sizeof(int));  // in shared memory: pairs of an item, and their tokens
 
 struct ExpertParams {
@@ -154,7 +155,7 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
-    case 8: return launch_experts<Variant<Format, 1, kPairBytes>>(args);
+    case 8: return launch_experts<Variant<Format, 1, kPairBytes, kFewStages>>(args);
     case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
     default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
   }

@@ -40,7 +40,7 @@ typedef struct {
   float scale;
 } mlspec_cuda_routing;
 
-// Three kernels, two for a few tokens, one for up to 16 where blocks form clusters.
+// Three kernels, two for a few tokens, one for one token where blocks form clusters.
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
 // Only the plan, of experts that are given. Numbers that no expert has are in no item.
