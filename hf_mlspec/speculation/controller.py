@@ -53,7 +53,7 @@ class Controller:
     counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
     leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
-    choice: for the coming rounds.
+    choice: for the coming rounds. to_build: seconds before any level can draft.
     """
 
     CHOOSING, FIRST_CHOOSING = 0.006, 0.15  # of the time until the next choice, for choosing; of the first choices
@@ -73,7 +73,7 @@ class Controller:
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
-        self._remembers, self._granted = memory is not None, False
+        self._remembers, self._granted, self.to_build = memory is not None, False, 0.0
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
@@ -312,10 +312,10 @@ class Controller:
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
-        """Whether a trial of `plan` costs no more than may be spent, what its levels read first included. usual:
-        tokens a second of the best plan."""
+        """Whether a trial of `plan`, reading and building included, costs what may be spent. usual: the best speed."""
         (few, least), (all_, most) = [(one, search.lost(plan, one, usual)) for one in self._who_tries(search.batch)]
         self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
+        lost += self.to_build if plan.active else 0.0
         return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _longer(self, best: Plan) -> Plan | None:

@@ -240,7 +240,7 @@ def _leave_out(chain: Chain, failures: list[str], error: Exception) -> None:
 
 def _without_levels(chain: Chain) -> None:
     """The levels draft no more, and hold no memory."""
-    chain.drafter = chain.controller = chain.steering = None
+    chain.drafter = chain.controller = chain.steering = chain.deferred = None
     for runner in filter(None, chain.runners):
         runner.cache = None
     chain.runners = [None] * len(chain.runners)
