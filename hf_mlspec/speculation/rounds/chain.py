@@ -50,6 +50,7 @@ class CapturedChain:
         self.single = RoundProgram(levels[:1], *self._sampling, active=(), steps=1)
         self.idle_seconds = 0.0  # of steps behind the last token of a call, which `single` would have saved
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
+        self.agreed: dict[tuple, int] = {}  # how often in a row the same levels were chosen anew for such calls
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
