@@ -31,7 +31,7 @@ from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.planning import Planning
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
-from ..speculation.shelf import tell_off
+from ..speculation.shelf import decoded, tell_off
 from ..speculation.stats import SpeculationStats
 from . import images
 from .adaptive import chain_without_levels, let_choose, tell_what_never_pays
@@ -156,6 +156,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         chain.shelving.settle(stats)
     elif chain.left_off is not None:
         tell_off(stats, chain.left_off.off_speed)
+        chain.left_off.correct_off(*decoded(stats))
     tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()

@@ -237,6 +237,8 @@ class Planning:
             return
         if self.controller is None:
             self._early.append((round_, seconds))
+            if not choice.plan.active:
+                choice.correct_off(tokens, seconds)
         else:
             self._learn(round_, seconds)
 
