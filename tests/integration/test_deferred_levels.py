@@ -12,6 +12,8 @@ from hf_mlspec.integration.levels.wiring import Wiring
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.fixed_shapes import FixedController
+from hf_mlspec.speculation.forecast import Forecast
 from hf_mlspec.speculation.plans import Plan, Situation, off
 from hf_mlspec.speculation.search import Choice
 
@@ -157,7 +159,15 @@ def test_a_short_call_in_captured_rounds_does_without_levels_to_its_end(target, 
     assert built[-1] == levels
 
 
-def test_long_calls_in_captured_rounds_do_without_levels_as_long_as_choices_agree(target, built):
+def test_long_calls_in_captured_rounds_do_without_levels_as_long_as_choices_agree(target, built, monkeypatch):
+    def off_again(self: FixedController, situation: Situation) -> Choice:
+        rounds = Forecast(8.0, 1e-3, 1e-3)  # however busy the machine is
+        self.choice = Choice(off(len(self.levels)), [0] * len(situation.rooms), rounds, off_speed=8e3)
+        return self.choice
+
+    monkeypatch.setattr(FixedController, "choose", off_again)
+    monkeypatch.setattr(FixedController, "best_of", off_again)
+    monkeypatch.setattr(Choice, "correct_off", lambda *_: None)
     options = {"speculation_config": {"engine": "cuda"}, "max_new_tokens": 200}
     levels, alone = ["early_exit:1"], write(target, [], **{"max_new_tokens": 200})
     write(target, levels, **options)
