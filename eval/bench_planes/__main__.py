@@ -7,6 +7,7 @@
 rounds    replayed acceptance (eval/traces): seconds of a round, streamed and with all planes resident, beside what the
           fetched bytes take at the measured speed of the bus, and beside drafting
 prompts   seconds of a prefill, streamed and resident
+routed    seconds of prompts and tokens at widths that a router picks, and at static ones, streamed and resident
 offload   tokens/s of accelerate's CPU offload on the same budget: the BF16 model, and the same planes
 disk      tokens/s of a packed folder, planes in memory and in a file, and the memory that either process holds
 """
@@ -22,9 +23,12 @@ import torch
 
 from eval.parts import run_parts
 
-from . import disk, offload, rounds
+from . import disk, offload, rounds, routed
 
-PARTS = {"rounds": rounds.lines, "prompts": rounds.prompts, "offload": offload.lines, "disk": disk.lines}
+PARTS = {
+    "rounds": rounds.lines, "prompts": rounds.prompts, "routed": routed.lines, "offload": offload.lines,
+    "disk": disk.lines,
+}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,7 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-planes", type=int, default=4, help="always resident; they draft (%(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="of the trace (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="of a row (%(default)s)")
-    parser.add_argument("--engine", help="of the part disk: cpu, modules (the fastest)")
+    parser.add_argument("--engine", help="of the parts disk and rounds: cpu, cuda, modules (the fastest; rounds: two)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that the program runs")
     parser.add_argument("--child", help=argparse.SUPPRESS)

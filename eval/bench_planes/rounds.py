@@ -24,25 +24,28 @@ TRACE = "code-76m-planes8-planes4-long-humaneval.json"
 def lines(options: argparse.Namespace) -> Iterator[dict]:
     """Of all planes resident, and of the model streamed, each module by module and compiled."""
     model, shape = model_of(options), "tiny" if options.quick else options.shape
+    engines = (options.engine,) if options.engine else ("modules", None)
     trace = read_trace(TRACES / TRACE)
-    dense = _dense_bytes(model)
+    dense = dense_bytes(model)
     speed = bus_speed(options.device)
-    yield {"shape": shape, "planes_bytes": _plane_bytes(model), "other_bytes": dense, "bus_gb_s": speed / 1e9}
-    for engine in ("modules", None):
+    yield {"shape": shape, "planes_bytes": plane_bytes(model), "other_bytes": dense, "bus_gb_s": speed / 1e9}
+    for engine in engines:
         yield _replayed(model, trace, options, engine=engine, name=f"resident, {engine or 'compiled'}")
         yield _replayed(model, trace.alone(), options, engine=engine, name=f"resident alone, {engine or 'compiled'}")
+    step = _draft_step(model, options)
+    yield {"draft_step_ms": step * 1e3}
     hf_mlspec.clear(model)
-    budget = _budget(model, options, dense)
+    budget = budget_of(model, options, dense)
     begin = time.perf_counter()
     hf_mlspec.stream_planes(model, budget, top_planes=options.top_planes)
-    source = _source(model)
+    source = source_of(model)
     yield {
         "streamed_in_s": time.perf_counter() - begin, "budget": budget, "used": source.used, "slots": source.slots,
         "low_bytes": source.store.nbytes, "store": source.store.word, "pinned": source.store.pinned,
         "layers_streamed": sum(not one.resident for one in source.layers), "layers": len(source.layers),
     }  # fmt: skip
-    for engine in ("modules", None):
-        told = {"engine": engine, "speed": speed}
+    for engine in engines:
+        told = {"engine": engine, "speed": speed, "draft_step": step}
         yield _replayed(model, trace, options, name=f"streamed, {engine or 'compiled'}", **told)
         yield _replayed(model, trace.alone(), options, name=f"streamed alone, {engine or 'compiled'}", **told)
 
@@ -53,7 +56,7 @@ def prompts(options: argparse.Namespace) -> Iterator[dict]:
     lengths = (16, 64) if options.quick else (256, 2048)
     resident = [_prefill(model, length, options) for length in lengths]
     hf_mlspec.clear(model)
-    hf_mlspec.stream_planes(model, _budget(model, options, _dense_bytes(model)), top_planes=options.top_planes)
+    hf_mlspec.stream_planes(model, budget_of(model, options, dense_bytes(model)), top_planes=options.top_planes)
     for length, seconds in zip(lengths, resident, strict=True):
         streamed = _prefill(model, length, options)
         yield {"tokens": length, "resident_s": seconds, "streamed_s": streamed, "over": streamed / seconds - 1}
@@ -90,16 +93,28 @@ def bus_speed(device: torch.device) -> float:
     return host.numel() / min(times)
 
 
+def _draft_step(model: PreTrainedModel, options: argparse.Namespace) -> float:
+    """Seconds of a compiled step that reads the top planes alone, from the device's time for rounds of 8 of them."""
+    ids = torch.randint(0, 100, (1, 64), device=options.device)
+    how = {"assistant_models": [], "max_new_tokens": 65, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with hf_mlspec.precision_switch(model).at(f"planes{options.top_planes}"):
+        for _ in range(2):
+            model.generate(ids, **how)
+    stats = hf_mlspec.last_stats(model)
+    hf_mlspec.clear(model)
+    return (stats.seconds - stats.prefill_seconds) / (stats.new_tokens - stats.prefill_tokens)
+
+
 def _replayed(
     model: PreTrainedModel, trace: Trace, options: argparse.Namespace, *, name: str, engine: str | None = None,
-    speed: float = 0.0,
+    speed: float = 0.0, draft_step: float = 0.0,
 ) -> dict:  # fmt: skip
-    """The best of some replays. A round: a draft of every level and a check."""
+    """The best of some replays. A round: a draft of every level and a check. draft_step: seconds of one alone."""
     levels = [f"planes{options.top_planes}"] if trace.levels else []
     config = hf_mlspec.SpeculationConfig(engine=engine)
     takes: list[tuple[ReplayResult, PlaneCounts | None]] = []
     for _ in range(options.repeats):
-        source, counts = _source(model), None
+        source, counts = source_of(model), None
         how = {"max_new_tokens": options.tokens, "rows": range(options.rows), "speculation_config": config}
         if source is None:
             takes.append((replay(model, trace, levels, **how), counts))
@@ -110,6 +125,8 @@ def _replayed(
     rounds = stats.target_passes - options.rows
     decoding = stats.seconds - stats.prefill_seconds
     drafting = sum(level.seconds - level.prefill_seconds for level in stats.levels)
+    if stats.levels and not drafting:  # a round was one graph
+        drafting = stats.levels[0].forwards / (rounds + options.rows) * rounds * draft_step
     found = {
         "name": name, "tokens_s": (stats.new_tokens - stats.prefill_tokens) / decoding, "rounds": rounds,
         "round_ms": decoding / rounds * 1e3, "draft_ms": drafting / rounds * 1e3,
@@ -122,20 +139,20 @@ def _replayed(
     return found
 
 
-def _source(model: PreTrainedModel):
+def source_of(model: PreTrainedModel):
     return next(own for own in model.modules() if isinstance(own, PlanesLinear)).source
 
 
-def _plane_bytes(model: PreTrainedModel) -> int:
+def plane_bytes(model: PreTrainedModel) -> int:
     return sum(part.nbytes for own in model.modules() if isinstance(own, PlanesLinear) for part in own.parts("weight"))
 
 
-def _dense_bytes(model: PreTrainedModel) -> int:
+def dense_bytes(model: PreTrainedModel) -> int:
     """Of what is not in planes: embedding, head, norms."""
     planes = {id(p) for own in model.modules() if isinstance(own, PlanesLinear) for p in own.parameters()}
     return sum(p.nbytes for p in model.parameters() if id(p) not in planes)
 
 
-def _budget(model: PreTrainedModel, options: argparse.Namespace, dense: int) -> int:
+def budget_of(model: PreTrainedModel, options: argparse.Namespace, dense: int) -> int:
     """Of planes: what the device's budget leaves beside embedding, head and norms. Quick: three quarters."""
-    return _plane_bytes(model) * 3 // 4 if options.quick else bytes_of(options.budget) - dense
+    return plane_bytes(model) * 3 // 4 if options.quick else bytes_of(options.budget) - dense

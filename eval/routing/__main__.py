@@ -140,15 +140,16 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Line by line, the quickest first."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     load = {"dtype": torch.float32}
-    teacher = AutoModelForCausalLM.from_pretrained(args.model, **load)
+    teacher = AutoModelForCausalLM.from_pretrained(args.model, **load).to(args.device)
     planes = hf_mlspec.MLSpecConfig(format="planes", group_size=args.group_size)
-    model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=planes, **load)
+    model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=planes, **load).to(args.device)
     texts = {part: {kind: text_of(file) for kind, file in getattr(args, part).items()} for part in ("tune", "held")}
     args.router = router_for(model, teacher, tokenizer, texts["tune"], args)
     rows, kinds = rows_of(texts["held"], tokenizer, args.tokens, args.queries)
+    rows = rows.to(args.device)
     held = Scorer(model, teacher, rows, args.query_tokens)
-    tuned = Scorer(model, teacher, rows_of(texts["tune"], tokenizer, args.tokens, args.tuned_queries)[0],
-                   args.query_tokens)  # fmt: skip
+    rows_to_tune = rows_of(texts["tune"], tokenizer, args.tokens, args.tuned_queries)[0].to(args.device)
+    tuned = Scorer(model, teacher, rows_to_tune, args.query_tokens)
     dense, whole, routed = held.teachers(), held.all_planes(), held.routed(args.router)
     yield from (line("dense", dense), line("all planes", whole), line("routed", routed))
     yield against("all planes - dense", whole, dense, args.seed)
@@ -184,7 +185,7 @@ def router_for(model: Any, teacher: Any, tokenizer: Any, texts: dict[str, Any], 
         return Router.load(args.router, blocks_of(model))
     rows, _ = rows_of(texts, tokenizer, args.tokens, args.tuned_queries)
     recipe = hf_mlspec.RouterRecipe(args.target_bits, steps=args.steps, query_tokens=args.query_tokens)
-    return hf_mlspec.train_router(model, teacher, rows, recipe).router
+    return hf_mlspec.train_router(model, teacher, rows.to(args.device), recipe).router
 
 
 def show(lines: list[dict[str, Any]]) -> None:
@@ -227,6 +228,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-bits", type=float, default=4.5, metavar="N", help="of a router trained here")
     parser.add_argument("--levels", nargs="*", default=["planes3", "planes4"], metavar="WORD",
                         help="fixed levels beside draft routing (default planes3 planes4)")
+    parser.add_argument("--device", default="cpu", help="where the models run (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the lines, too")
     return parser
 
@@ -248,7 +250,7 @@ def main(words: list[str] | None = None) -> int:
     asked = {name: str(value) for name, value in vars(args).items()}
     lines = []
     with open(args.json or os.devnull, "w", encoding="utf-8") as out:
-        heads = {"part": "machine", **machine.card("cpu")}, {"part": "asked", **asked}
+        heads = {"part": "machine", **machine.card(args.device)}, {"part": "asked", **asked}
         for one in chain(heads, measure(args)):
             print(json.dumps(one), file=out, flush=True)  # a run that is killed leaves what it measured
             lines.append(one)

@@ -54,7 +54,7 @@ class Scorer:
         wanted = self.wanted[number]
         said = self.rows[number * BATCH : number * BATCH + len(own), self.query :]
         nats = -own.gather(-1, said.unsqueeze(-1)).squeeze(-1).mean(1)
-        return nats, (wanted.exp() * (wanted - own)).sum(-1).mean(1)
+        return nats.cpu(), (wanted.exp() * (wanted - own)).sum(-1).mean(1).cpu()
 
     def teachers(self) -> Found:
         """The teacher itself."""

@@ -18,8 +18,9 @@ class PlaneCounts:
     """What was streamed.
 
     fetched_bytes: of low planes that came from the host or the disk. stall_seconds: in which a product waited for
-    them, on a GPU those of its stream. hits: low planes read that were resident; ahead: that were fetched before they
-    were asked for, come or on their way; late: fetched when they were asked for. evicted: that lost their place.
+    them, on a GPU those of its stream, not those of CUDA graphs. hits: low planes read that were resident; ahead: that
+    were fetched before they were asked for, come or on their way; late: fetched when they were asked for. evicted:
+    that lost their place.
     """
 
     fetched_bytes: int = 0
@@ -35,10 +36,26 @@ class PlaneCounts:
             setattr(self, field.name, field.default)
 
 
+@dataclass(eq=False)
+class InGraph:
+    """What a replay of one CUDA graph copies and reads: as of `PlaneCounts`. It lives as long as the graph."""
+
+    fetched_bytes: int = 0
+    hits: int = 0
+    ahead: int = 0
+
+    @property
+    def reads_low(self) -> bool:
+        """Whether it reads other planes than top ones."""
+        return self.hits + self.ahead > 0
+
+
 class PlaneSource(Protocol):
-    """Gives layers their planes; routing/plane_loader.py has one. top: planes of every layer that are always there."""
+    """Gives layers their planes; routing/plane_loader.py has one. top: planes of every layer that are always there.
+    copies_in_graphs: whether a CUDA graph can hold the fetches (`captured`)."""
 
     top: int
+    copies_in_graphs: bool
 
     def reading(self, linear: PlanesLinear, num_planes: int) -> AbstractContextManager[tuple[Tensor, Tensor]]:
         """A block inside of which the first ``num_planes`` planes are there: plane_tiles, which may store no others,
@@ -47,6 +64,13 @@ class PlaneSource(Protocol):
     def alone(self) -> AbstractContextManager:
         """A block inside of which no other thread reads. Who asks for planes while a team of threads computes begins
         it first: another thread may read them and wait for its own turn to compute."""
+
+    def captured(self) -> AbstractContextManager[InGraph]:
+        """A block that captures a CUDA graph: inside, `reading` adds copies from the host to the graph, each free to
+        run as soon as what it writes to is read. As long as the graph is there, no other planes stay or go."""
+
+    def replaying(self, fetches: InGraph) -> AbstractContextManager[None]:
+        """A block that launches a graph with such copies: behind all products before it, ahead of all after it."""
 
     def resident(self, linears: Sequence[PlanesLinear]) -> list[tuple[Tensor, Tensor, int]]:
         """The ``top`` planes of layers that read the same inputs, where they stay for as long as they are streamed:

@@ -1,53 +1,38 @@
-"""How does a model step whose rows read as many planes as their prompts were given? Module by module.
+"""How does a model step whose rows read as many planes as their prompts were given? Here module by module.
 
 The pass that reads a row's prompt chooses its widths on the way, block by block; every later pass of the row reads
-those. A row whose widths are not known yet reads its prompt, also where a cache already holds it.
+those. A row whose widths are not known yet reads its prompt, also where a cache already holds it. Which engine a
+routed model gets is decided here, too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..engines.choose import decoder_of, required_decoder, word_of
 from ..engines.engine import Guess, Rows
 from ..engines.modules.engine import ModuleEngine, bare_forward
 from ..nn.state import say_once
 from ..nn.switch import precision_switch
 from .blocks import blocks_of
+from .compiled_engine import RoutedCudaEngine, why_not_compiled
 from .passes import Routed
 from .router import Router
+from .row_widths import RowWidths
 
-WHY_BY_MODULE = "a router gives every row and block a width of its own, which compiled decoders do not take"
+WHY_BY_MODULE = "a router gives every row and block a width of its own, which only the decoder of GPUs takes"
+NO_DECODER = "the compiled decoder of GPUs does not serve it"
 
 
-class RoutedEngine(ModuleEngine):
-    """A model's modules over a ragged cache, a width per block and row. See `Engine`.
-
-    chosen: of every row the widths of its blocks, None before its prompt was read.
-    """
+class RoutedEngine(RowWidths, ModuleEngine):
+    """A model's modules over a ragged cache, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
 
     def __init__(self, model: nn.Module, router: Router, **options: Any):
         super().__init__(model, **options)
         self.router, self.blocks, self.planes = router, blocks_of(model), precision_switch(model)
-        self.chosen: list[list[int] | None] = []
-
-    def start(self, batch: int, device: torch.device) -> None:
-        super().start(batch, device)
-        self.chosen = [None] * batch
-
-    def select(self, keep: list[int]) -> None:
-        super().select(keep)
-        self.chosen = [self.chosen[row] for row in keep]
-
-    def admit(self, count: int) -> None:
-        super().admit(count)
-        self.chosen = self.chosen + [None] * count
-
-    def forget(self, row: int) -> None:
-        super().forget(row)
-        self.chosen[row] = None
+        self.chosen = []
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """As `Engine.feed`; rows without widths are read from their first token on."""
@@ -72,20 +57,23 @@ class RoutedEngine(ModuleEngine):
 
 
 def routed_engine(
-    model: nn.Module, router: Router, *, name: str | None, capacity: int, num_positions: int | None
-) -> RoutedEngine:
-    """An engine over the model, not yet started. ValueError where ``name`` asks for another than "modules"; the model
-    is told once why it is not a faster one."""
+    model: nn.Module, router: Router, *, name: str | None, prepare: bool, capacity: int, num_positions: int | None
+) -> RoutedEngine | RoutedCudaEngine:
+    """An engine over the model, not yet started: of the compiled decoder of GPUs, else its modules.
+
+    ValueError where ``name`` asks for what cannot run it; else the model is told once why it runs module by module.
+    """
+    options = {"capacity": capacity, "num_positions": num_positions}
+    reason = WHY_BY_MODULE
+    if word_of(model, name=name, prepare=prepare) == "cuda":
+        decoder = required_decoder(model, "cuda") if name == "cuda" else decoder_of(model, "cuda")
+        reason = NO_DECODER if decoder is None else why_not_compiled(model, decoder)
+        if not reason:
+            return RoutedCudaEngine(model, decoder, router, **options)
     if name not in (None, "modules"):
         raise ValueError(
-            f"engine {name!r} cannot run this {type(model).__name__}: {WHY_BY_MODULE}; leave out engine= or the router"
+            f"engine {name!r} cannot run this {type(model).__name__}: {reason}; leave out engine= or the router"
         )
-    say_once(model, f"{type(model).__name__} runs module by module where it is routed: {WHY_BY_MODULE}", kind="routed")
-    return RoutedEngine(
-        model,
-        router,
-        forward=bare_forward(model),
-        capacity=capacity,
-        num_embeddings=model.get_input_embeddings().num_embeddings,
-        num_positions=num_positions,
-    )
+    say_once(model, f"{type(model).__name__} runs module by module where it is routed: {reason}", kind="routed")
+    embedded = model.get_input_embeddings().num_embeddings
+    return RoutedEngine(model, router, forward=bare_forward(model), num_embeddings=embedded, **options)

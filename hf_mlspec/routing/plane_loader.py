@@ -16,26 +16,16 @@ import torch
 from torch import Tensor
 
 from ..engines.memory import out_of_memory
-from ..nn.plane_source import PlaneCounts
+from ..nn.plane_source import InGraph, PlaneCounts
 from ..nn.planes import PlanesLinear
-from .plane_room_cuda import CudaRoom
-from .plane_rooms import Fetch, Room, sizes_on
+from .plane_counting import PlaneCounting
+from .plane_residency import Residency
+from .plane_room_cuda import CudaRoom, GraphCopies
+from .plane_rooms import Fetch, Layer, Room, sizes_on
 from .plane_slots import always, require_budget, require_full, room_on
 from .plane_store import PlaneError, PlaneStore
 
-_AGING = 0.9  # of what was read, pass by pass
-_CLEARLY = 1.25  # how much more a layer has to be read than the one whose place it takes
 _REST = 64  # passes in which nothing more is kept, once there was no memory for it
-
-
-class Layer:
-    """A layer of the loader. reads: low planes read, less of those long ago. last: planes of its last product that
-    read low ones. home: where its planes were before."""
-
-    def __init__(self, linear: PlanesLinear, place: int, top: int, resident: bool):
-        self.linear, self.place, self.resident = linear, place, resident
-        self.home = linear.weight_planes.device
-        self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
 
 
 class PlaneLoader:
@@ -55,18 +45,18 @@ class PlaneLoader:
         kind = room_on(device)
         self.slots = require_budget(linears, device, budget, top)
         self.always = always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
-        self.counts = PlaneCounts()
+        self._counting = PlaneCounting()
         more = (device,) if kind is CudaRoom else ()
         self.room: Room = kind(self.sizes, top, self.slots, store, *more)
-        self.layers: list[Layer] = []
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self.residency = Residency(self.sizes, top, budget, self.always, self._counting)
+        self.layers = self.residency.layers
+        self._lock = threading.RLock()
         self._waiting: dict[int, Fetch] = {}  # fetched ahead, by place
         self._free = list(range(self.slots))
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, list[PlaneCounts]]] = []
-        self._open, self.used = True, self.always
+        self._open = True
         self._before = self._next = -1  # the last layer asked for, and the last one fetched ahead
         self._rest = 0  # passes until layers are kept again
-        self._missing = 0  # layers whose low planes are not resident
+        self._copies: GraphCopies | None = None  # of the graph that is captured now
         self._place_of: dict[PlanesLinear, int] = {}
         self._after = {place: (place + 1) % len(linears) for place in range(len(linears))}
         try:
@@ -83,7 +73,8 @@ class PlaneLoader:
         disk = weight.weight_planes.to(self.device), weight.weight_scale.to(self.device)
         try:
             planes, scale = linear.packing.prepack(*disk, weight.weight_zero_doubled)[:2]
-            layer = Layer(linear, place, self.top, self.used + self._low(place) <= self.budget)
+            fits = self.used + self._low(place) <= self.budget
+            layer = Layer(linear, place, self.top, linear.num_planes - self.top if fits else 0)
             self.store.put(place, self.room.put(place, planes, layer.resident))
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) or out_of_memory(error):
@@ -91,9 +82,7 @@ class PlaneLoader:
             raise
         empty = planes.new_empty((*planes.shape[:2], 0) if planes.dim() == 3 else (0, *planes.shape[1:]))
         linear.stream_(self, (empty, scale))
-        self.used += self._low(place) if layer.resident else 0
-        self._missing += not layer.resident
-        self.layers.append(layer)
+        self.residency.take(layer)
         self._place_of[linear] = place
 
     @torch.no_grad()
@@ -117,22 +106,25 @@ class PlaneLoader:
         """A layer that holds its own planes again is none of the loader's."""
         del self._place_of[layer.linear]
         self.room.leave(layer.place)
-        own = self.sizes[layer.place]
-        self.used -= self.top * own.plane + own.beside
-        if layer.resident:
-            layer.resident = False
-            self.used -= self._low(layer.place)
-        else:
-            self._missing -= 1
+        self.residency.leave(layer)
 
     def _low(self, place: int) -> int:
         """Bytes of the low planes of a layer."""
-        return self.sizes[place].plane * (self.sizes[place].planes - self.top)
+        return self.residency.bytes_of(place, self.sizes[place].planes - self.top)
 
     @property
-    def resident_bytes(self) -> int:
-        """On the device now, slots included."""
-        return self.used
+    def _missing(self) -> int:
+        return self.residency.missing
+
+    @property
+    def counts(self) -> PlaneCounts:
+        """Of all since `reset`."""
+        return self._counting.total
+
+    @property
+    def used(self) -> int:
+        """Bytes on the device now, slots included."""
+        return self.residency.used
 
     @contextmanager
     def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,6 +133,11 @@ class PlaneLoader:
             raise ValueError(f"{num_planes} planes asked for, the weight has {linear.num_planes}")
         with self._lock:
             layer = self._known(linear)
+            if self._copies is not None and torch.cuda.is_current_stream_capturing():
+                if num_planes > self.top:
+                    self.residency.graphs.add(self._copies.fetches)
+                yield self.room.tiles_in_graph(layer.place, num_planes, self._copies), linear.weight_scale
+                return
             fetch = self._fetched(layer, num_planes)
             try:
                 yield self.room.tiles(layer.place, num_planes, fetch), linear.weight_scale
@@ -151,6 +148,38 @@ class PlaneLoader:
             if fetch is not None:
                 self._used(layer, fetch)
             self._fetch_ahead(num_planes > self.top)
+
+    @property
+    def copies_in_graphs(self) -> bool:
+        """As of `PlaneSource`."""
+        return self.room.copies_in_graphs
+
+    @contextmanager
+    def captured(self) -> Iterator[InGraph]:
+        """As `PlaneSource.captured`."""
+        with self._lock:
+            self._copies = self.room.begin_graph()
+            fetches = self._copies.fetches
+        try:
+            yield fetches
+        finally:
+            with self._lock:
+                self._copies = None
+
+    @contextmanager
+    def replaying(self, fetches: InGraph) -> Iterator[None]:
+        """As `PlaneSource.replaying`."""
+        with self._lock:
+            if not self._open:
+                raise PlaneError("the planes of this model are no longer streamed: load the model again")
+            self._drop_waiting()
+            with self.room.lent():
+                yield
+            self._counting.add(**vars(fetches))
+
+    def _drop_waiting(self) -> None:
+        while self._waiting:
+            self._release(self._waiting.popitem()[1])
 
     def alone(self) -> AbstractContextManager:
         """As `PlaneSource.alone`."""
@@ -177,40 +206,44 @@ class PlaneLoader:
         """The low planes of a product that are not resident, waited for; None where nothing is missing."""
         if width <= self.top:
             return None
+        before, count = self._before, width - self.top
         self._follow(layer)
-        count = width - self.top
-        layer.reads, layer.last = layer.reads + count, width
-        if layer.resident:
-            self._count(hits=count)
+        self.residency.read(layer, count, layer.place <= before)
+        had = min(layer.kept, count)
+        if had:
+            self._counting.add(hits=had)
+        if had == count:
             return None
         fetch = self._waiting.pop(layer.place, None)
-        if fetch is not None and fetch.count < count:
+        if fetch is not None and fetch.first + fetch.count < count:
             self._release(fetch)
             fetch = None
         when = "late" if fetch is None else "ahead"
-        fetch = fetch or self._start(layer.place, count)
+        fetch = fetch or self._start(layer.place, had, count - had)
         try:
-            self.room.wait(fetch, self._stalled)
+            self.room.wait(fetch, self._counting.stalled)
         except BaseException:
             self._release(fetch)
             raise
-        self._count(**{"fetched_bytes": fetch.count * self.sizes[layer.place].plane, when: count})
+        self._counting.add(**{"fetched_bytes": fetch.count * self.sizes[layer.place].plane, when: count - had})
         return fetch
 
     def _follow(self, layer: Layer) -> None:
-        """Learn which layer is asked for behind which."""
-        if self._before >= 0:
-            self._after[self._before] = layer.place
-        if layer.place <= self._before:  # a new pass
+        """Learn which layer is asked for behind which, and let go of what came for layers in between."""
+        before, now = self._before, layer.place
+        if before >= 0:
+            self._after[before] = now
+        if now <= before:
             self._rest = max(self._rest - 1, 0)
-            for own in self.layers:
-                own.reads *= _AGING
-        self._before = layer.place
+        for place in [own for own in self._waiting if (before < own < now if now > before else own > before)]:
+            self._release(self._waiting.pop(place))
+            self.residency.change(self.layers[place], last=self.top)
+        self._before = now
 
-    def _start(self, place: int, count: int) -> Fetch:
+    def _start(self, place: int, first: int, count: int) -> Fetch:
         if not self._free:
             self._release(self._waiting.pop(next(reversed(self._waiting))))  # what is needed last
-        fetch = Fetch(place, count, self._free.pop(0))
+        fetch = Fetch(place, first, count, self._free.pop(0))
         try:
             self.room.start(fetch)
         except BaseException:
@@ -225,41 +258,16 @@ class PlaneLoader:
             self._free.append(fetch.slot)
 
     def _used(self, layer: Layer, fetch: Fetch) -> None:
-        """Keep what was fetched where it is read more than what is resident; its slot is free again in any case. The
-        product is done: for want of memory it does not fail, and for some passes nothing more is kept."""
+        """What was fetched may stay; its slot is free again in any case. The product is done: for want of memory it
+        does not fail, and for some passes nothing more is kept."""
+        stays = False
         try:
-            if fetch.count == layer.low and not self._rest and self._make_room(layer):
-                self.room.keep(fetch)
-                layer.resident = True
-                self._missing -= 1
-                self.used += self._low(layer.place)
+            stays = not self._rest and self.residency.keep(self.room, layer, fetch)
         except (MemoryError, RuntimeError) as error:
             require_full(error, self.layers[0].linear, "to keep planes")
             self._rest = _REST
         finally:
-            self._release(fetch, layer.resident)
-
-    def _make_room(self, layer: Layer) -> bool:
-        """Whether the low planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
-        missing = self.used + self._low(layer.place) - self.budget
-        victims, freed = [], 0
-        for one in sorted((own for own in self.layers if own.resident), key=lambda own: own.reads):
-            if freed >= missing or one.reads * _CLEARLY + 1 > layer.reads:
-                break
-            victims.append(one)
-            freed += self._low(one.place)
-        if freed < missing:
-            return False
-        for one in victims:
-            self._evict(one)
-        return True
-
-    def _evict(self, layer: Layer) -> None:
-        self.room.drop(layer.place)
-        layer.resident = False
-        self._missing += 1
-        self.used -= self._low(layer.place)
-        self._count(evicted=layer.low)
+            self._release(fetch, stays)
 
     def _fetch_ahead(self, read_low: bool) -> None:
         """Start what comes next, as far as slots go. A draft that reads top planes changes nothing of it."""
@@ -271,49 +279,17 @@ class PlaneLoader:
                 return
             at = self._after.get(at, 0)
             layer = self.layers[at]
-            asked = layer.linear in self._place_of and not layer.resident  # not given back
-            if asked and at not in self._waiting and at != self._before:
+            if layer.lacks > 0 and layer.linear in self._place_of and at not in self._waiting and at != self._before:
                 try:
-                    self._waiting[at] = self._start(at, layer.last - self.top)
+                    self._waiting[at] = self._start(at, layer.kept, layer.lacks)
                 except (MemoryError, RuntimeError) as error:
                     require_full(error, self.layers[0].linear, "to fetch planes ahead")
                     return
                 self._next = at
 
-    def _stalled(self, waited: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        if isinstance(waited, float):
-            self._count(stall_seconds=waited)
-            return
-        self._stalls.append((*waited, [self.counts, *self._watching()]))
-        while len(self._stalls) > 1024 and self._stalls[0][1].query():
-            self._settle(self._stalls.pop(0))
-
-    def _settle(self, stall: tuple) -> None:
-        before, after, counts = stall
-        after.synchronize()
-        for one in counts:
-            one.stall_seconds += before.elapsed_time(after) / 1e3
-
-    def _watching(self) -> list[PlaneCounts]:
-        return getattr(self._thread, "counts", [])
-
-    def _count(self, **more: float) -> None:
-        for counts in (self.counts, *self._watching()):
-            for name, value in more.items():
-                setattr(counts, name, getattr(counts, name) + value)
-
-    @contextmanager
-    def counting(self) -> Iterator[PlaneCounts]:
+    def counting(self) -> AbstractContextManager[PlaneCounts]:
         """As `PlaneSource.counting`."""
-        own = PlaneCounts()
-        self._thread.counts = [*self._watching(), own]
-        try:
-            yield own
-        finally:
-            self._thread.counts = [one for one in self._watching() if one is not own]
-            with self._lock:
-                while self._stalls:
-                    self._settle(self._stalls.pop(0))
+        return self._counting.block(self._lock)
 
     @torch.no_grad()
     def whole(self, linear: PlanesLinear) -> tuple[Tensor, Tensor]:
@@ -324,11 +300,9 @@ class PlaneLoader:
     def reset(self) -> None:
         """Drop what is on its way, and set the counts to zero; resident planes stay."""
         with self._lock:
-            while self._waiting:
-                self._release(self._waiting.popitem()[1])
-            self._stalls.clear()
+            self._drop_waiting()
             self._before = self._next = -1
-            self.counts.reset()
+            self._counting.reset()
 
     def close(self) -> None:
         """End: nothing is held any longer, and the layers cannot be used. A second call does nothing."""
@@ -338,7 +312,7 @@ class PlaneLoader:
             try:
                 self.reset()
             finally:
-                self._open, self.used = False, 0
+                self._open, self.residency.used = False, 0
                 self.room.close()
                 self.store.close()
 

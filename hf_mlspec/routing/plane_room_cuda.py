@@ -2,22 +2,38 @@
 
 The tiles of top planes stay where they are, so that a draft can be captured over them. A product that reads low
 planes, too, has all put together in the working tile, from the top planes and from what is resident or what a stream
-of copies brought.
+of copies brought. A CUDA graph holds those copies as nodes of a branch of their own: from pinned memory to the slots,
+each behind the product that last read its slot, so that the first ones run while the graph does something else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..engines.cuda.neighbours import neighbours
+from ..nn.plane_source import InGraph
 from ..ops.planes import tiles_cuda
 from .plane_rooms import CpuRoom, Fetch, Sizes
 from .plane_store import PlaneStore
+
+
+@dataclass
+class GraphCopies:
+    """Of a graph that is captured. begin: in front of all of it. read: of every slot, behind what read it last. turn:
+    copies so far."""
+
+    begin: torch.cuda.Event
+    branch: torch.cuda.Stream
+    read: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    turn: int = 0
+    fetches: InGraph = field(default_factory=InGraph)
 
 
 class CudaRoom:
@@ -35,10 +51,15 @@ class CudaRoom:
         self._work = torch.empty(max(_whole(one) for one in sizes), dtype=torch.uint8, device=device)
         self._stream: torch.cuda.Stream | None = None  # of the last product
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # the working tile of a layer, and its top planes
-        # From low planes, in a slot or resident (-1), to the working tile.
-        self._ways: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        # From low planes, in a slot or resident (-1), the first and how many, to the working tile.
+        self._ways: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
         self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
+
+    @property
+    def copies_in_graphs(self) -> bool:
+        """Whether planes come from where a graph can copy them."""
+        return self._reader is None and self._store.pinned
 
     @staticmethod
     def needed(sizes: list[Sizes], top: int, slots: int) -> int:
@@ -69,7 +90,7 @@ class CudaRoom:
     def start(self, fetch: Fetch) -> None:
         fetch.event = self._events[fetch.slot][0]
         if self._reader is None:
-            self._copy(fetch, self._store.planes(fetch.place, 0, fetch.count))
+            self._copy(fetch, self._store.planes(fetch.place, fetch.first, fetch.count))
         else:
             fetch.future = self._reader.submit(self._through_host, fetch)
 
@@ -83,7 +104,7 @@ class CudaRoom:
     def _through_host(self, fetch: Fetch) -> None:
         size = self._sizes[fetch.place].plane
         into = self._bounce[: fetch.count * size].view(fetch.count, size)
-        self._store.read(fetch.place, 0, into)
+        self._store.read(fetch.place, fetch.first, into)
         self._copy(fetch, into)
         fetch.event.synchronize()  # the next read writes over it
 
@@ -106,10 +127,63 @@ class CudaRoom:
         self._behind_the_last()
         work, tops = self._views.get(place) or self._viewed(place)
         tops.copy_(self._halves(self._top[place]))
-        slot, count = (-1, width - self.top) if fetch is None else (fetch.slot, fetch.count)
-        into, low = self._ways.get((place, slot, count)) or self._way(place, slot, count)
-        into.copy_(low)
+        first = width - self.top if fetch is None else fetch.first
+        if first:
+            self._lay(place, -1, 0, first)
+        if fetch is not None:
+            self._lay(place, fetch.slot, first, fetch.count)
         return work
+
+    def _lay(self, place: int, slot: int, first: int, count: int) -> None:
+        """Low planes from number ``first`` on into the working tile, from a slot, or (-1) from what is resident."""
+        into, low = self._ways.get((place, slot, first, count)) or self._way(place, slot, first, count)
+        into.copy_(low)
+
+    def begin_graph(self) -> GraphCopies:
+        """Before anything is captured on the current stream that `tiles_in_graph` is called for."""
+        begin = torch.cuda.Event()
+        begin.record(torch.cuda.current_stream(self.device))
+        return GraphCopies(begin, torch.cuda.Stream(self.device))
+
+    def tiles_in_graph(self, place: int, width: int, copies: GraphCopies) -> Tensor:
+        """As `tiles`, while a graph is captured: what is not resident is copied by the graph."""
+        if width <= self.top:
+            return self._top[place]
+        work, tops = self._views.get(place) or self._viewed(place)
+        tops.copy_(self._halves(self._top[place]))
+        count, low, stream = width - self.top, self._low[place], torch.cuda.current_stream(self.device)
+        had = 0 if low is None else min(len(low), count)
+        copies.fetches.hits += had
+        if had:
+            self._lay(place, -1, 0, had)
+        if had < count:
+            slot, come = copies.turn % len(self._slots), torch.cuda.Event()
+            copies.turn += 1
+            planes = self._store.planes(place, had, count - had)
+            copies.fetches.ahead += count - had
+            copies.fetches.fetched_bytes += planes.numel()
+            copies.branch.wait_event(copies.read.get(slot, copies.begin))
+            with torch.cuda.stream(copies.branch):
+                self._slots[slot][: planes.numel()].copy_(planes.flatten(), non_blocking=True)
+                come.record(copies.branch)
+            stream.wait_event(come)
+            self._lay(place, slot, had, count - had)
+            copies.read[slot] = torch.cuda.Event()
+            copies.read[slot].record(stream)
+        return work
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """A block that launches a graph over slots and working tile; none of the slots holds a fetch."""
+        self._behind_the_last()
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self._copies)
+        try:
+            yield
+        finally:
+            done = torch.cuda.Event()
+            done.record(stream)
+            self._read = [done] * len(self._slots)
 
     def _behind_the_last(self) -> None:
         """Products of another stream may still read the working tile, or write what stays from now on."""
@@ -126,12 +200,12 @@ class CudaRoom:
         self._views[place] = work, self._halves(work)[..., : had // 2]
         return self._views[place]
 
-    def _way(self, place: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+    def _way(self, place: int, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         work = self._views[place][0]
         low = self._low[place].flatten() if slot < 0 else self._slots[slot]
         low = low[: count * self._sizes[place].plane].view(count, *work.shape[:2], 2, tiles_cuda.PLANE_BYTES)
-        self._ways[place, slot, count] = self._planes(work, self.top, count), low.permute(1, 2, 3, 0, 4)
-        return self._ways[place, slot, count]
+        self._ways[place, slot, first, count] = self._planes(work, self.top + first, count), low.permute(1, 2, 3, 0, 4)
+        return self._ways[place, slot, first, count]
 
     def tops(self, places: Sequence[int]) -> list[Tensor]:
         """As CpuRoom.tops; moves them where they do not lie side by side as yet: the device is to be idle."""
@@ -157,10 +231,17 @@ class CudaRoom:
     def keep(self, fetch: Fetch) -> None:
         size = self._sizes[fetch.place].plane
         with torch.inference_mode(False):
-            self._low[fetch.place] = self._slots[fetch.slot][: fetch.count * size].clone().view(-1, size)
+            more, low = self._slots[fetch.slot][: fetch.count * size].view(-1, size), self._low[fetch.place]
+            more = more.clone() if low is None else torch.cat([low, more])
+        self._hold(fetch.place, more)
 
-    def drop(self, place: int) -> None:
-        low, self._low[place] = self._low[place], None
+    def drop(self, place: int, left: int) -> None:
+        with torch.inference_mode(False):
+            self._hold(place, self._low[place][:left].clone() if left else None)
+
+    def _hold(self, place: int, planes: Tensor | None) -> None:
+        """These low planes of a layer are resident, in place of others."""
+        low, self._low[place] = self._low[place], planes
         for way in [way for way in self._ways if way[:2] == (place, -1)]:
             del self._ways[way]
         if low is not None and self._stream is not None:
@@ -174,7 +255,7 @@ class CudaRoom:
         tiles = top.new_empty(*top.shape[:2], top.shape[2] + 2 * count * tiles_cuda.PLANE_BYTES)
         self._halves(tiles)[..., : top.shape[2] // 2] = self._halves(top)
         low = self._low[place]
-        if low is None:
+        if low is None or len(low) < count:
             low = torch.empty(count, own.plane, dtype=torch.uint8)
             self._store.read(place, 0, low)
         low = low.to(device).view(count, *top.shape[:2], 2, tiles_cuda.PLANE_BYTES)
@@ -182,7 +263,7 @@ class CudaRoom:
         return tiles
 
     def leave(self, place: int) -> None:
-        self.drop(place)
+        self._hold(place, None)
         self._top[place] = None
 
     def close(self) -> None:

@@ -36,17 +36,44 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Fetch:
-    """Low planes on their way: ``count`` of them for the layer at ``place``, in ``slot`` of the room."""
+    """Low planes on their way: ``count`` of them from number ``first`` on, for the layer at ``place``, in ``slot`` of
+    the room."""
 
     place: int
+    first: int
     count: int
     slot: int
     future: Future | None = None
     event: torch.cuda.Event | None = None
 
 
+class Layer:
+    """A layer of the loader. kept: low planes that are resident, its first ones. reads: low planes read, less of those
+    long ago. most: the most that a product read, less for one long ago. last: planes of its last product that read low
+    ones. home: where its planes were before."""
+
+    def __init__(self, linear: PlanesLinear, place: int, top: int, kept: int):
+        self.linear, self.place, self.top, self.kept = linear, place, top, kept
+        self.home = linear.weight_planes.device
+        self.low, self.reads, self.last = linear.num_planes - top, 0.0, linear.num_planes
+        self.most = float(self.low)
+
+    @property
+    def resident(self) -> bool:
+        """Whether all its planes are."""
+        return self.kept == self.low
+
+    @property
+    def lacks(self) -> int:
+        """Planes of its last product that are not resident."""
+        return max(self.last - self.top - self.kept, 0)
+
+
 class Room(Protocol):
-    """Layers on a device: a CpuRoom or a CudaRoom."""
+    """Layers on a device: a CpuRoom or a CudaRoom. copies_in_graphs: as of `PlaneSource`; then there are begin_graph,
+    tiles_in_graph and lent of a CudaRoom."""
+
+    copies_in_graphs: bool
 
     def put(self, place: int, tiles: Tensor, resident: bool) -> Tensor:
         """Take over the tiles of the next layer; its low planes ``[planes, bytes]`` for the store."""
@@ -69,10 +96,10 @@ class Room(Protocol):
         planes are resident."""
 
     def keep(self, fetch: Fetch) -> None:
-        """What was fetched, all low planes of its layer, is resident from now on. Where it raises, it is not."""
+        """What was fetched is resident from now on, behind what was. Where it raises, it is not."""
 
-    def drop(self, place: int) -> None:
-        """They are no longer."""
+    def drop(self, place: int, left: int) -> None:
+        """All low planes but the first ``left`` are resident no longer."""
 
     def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         """plane_tiles with all planes: a copy. on_host: put together there, without memory of the device."""
@@ -86,6 +113,8 @@ class Room(Protocol):
 
 class CpuRoom:
     """On the CPU; memory is given back page by page, so only on Linux."""
+
+    copies_in_graphs = False
 
     def __init__(self, sizes: list[Sizes], top: int, slots: int, store: PlaneStore):
         if not sys.platform.startswith("linux"):
@@ -113,8 +142,9 @@ class CpuRoom:
         return tiles[self.top :].flatten(1)
 
     def start(self, fetch: Fetch) -> None:
-        into = self._held[fetch.place][self.top : self.top + fetch.count].flatten(1)
-        fetch.future = self._reader.submit(self._store.read, fetch.place, 0, into)
+        first = self.top + fetch.first
+        into = self._held[fetch.place][first : first + fetch.count].flatten(1)
+        fetch.future = self._reader.submit(self._store.read, fetch.place, fetch.first, into)
 
     def wait(self, fetch: Fetch, stalls: Callable[[float], None]) -> None:
         if not fetch.future.done():
@@ -134,19 +164,23 @@ class CpuRoom:
         if not fetch.future.cancelled():
             Future.exception(fetch.future)  # it may still write
         if not kept:
-            self.drop(fetch.place)
+            self._drop_from(fetch.place, fetch.first)
 
     def keep(self, fetch: Fetch) -> None:
         """They are where they were read to."""
-        self._resident.add(fetch.place)
+        if self.top + fetch.first + fetch.count == self._sizes[fetch.place].planes:
+            self._resident.add(fetch.place)
 
-    def drop(self, place: int) -> None:
+    def drop(self, place: int, left: int) -> None:
+        self._drop_from(place, left)
+        self._resident.discard(place)
+
+    def _drop_from(self, place: int, low: int) -> None:
         own = self._sizes[place]
-        first = -(-self.top * own.plane // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only
+        first = -(-(self.top + low) * own.plane // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only
         length = (own.planes * own.plane - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if length > 0:
             self._maps[place].madvise(mmap.MADV_DONTNEED, first, length)
-        self._resident.discard(place)
 
     def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         tiles = self._held[place].clone() if place in self._resident else torch.empty_like(self._held[place])

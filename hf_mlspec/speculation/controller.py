@@ -40,8 +40,8 @@ _FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
-_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than so many times as much
-_LEARNED = 1.5
+_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
+_LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 
 
@@ -250,7 +250,7 @@ class Controller:
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:
-        """Seconds for trials where rows have joined: in advance, or what earlier calls left, no more than that."""
+        """Seconds for trials where rows have joined: in advance, or what earlier calls left, a few times that."""
         if not any(situation.rooms):  # they wait for the prompt to be read
             return
         batch = len(situation.rooms)
@@ -259,7 +259,8 @@ class Controller:
         if not self._remembers:
             self.memory.spare += seconds
         elif not self._granted:
-            self.memory.spare = min(self.memory.spare, seconds)
+            saved = _SAVED if ahead >= _SAVED_FOR else 1.0
+            self.memory.spare = min(self.memory.spare, saved * seconds)
         self._joined, self._granted = 0, True
 
     def _question(self) -> None:

@@ -39,7 +39,7 @@ def captured(monkeypatch):
     """How often something was captured."""
     times = []
 
-    def recorded(run, device, pool=None):
+    def recorded(run, device, sources):
         run()
         times.append(1)
         return Graph(run)
@@ -103,7 +103,7 @@ def test_long_steps_and_those_of_the_cpu_are_not_captured(decoder, captured):
 
 
 def test_without_memory_steps_run_uncaptured_and_it_is_said(decoder, monkeypatch, caplog):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     forget_warnings()

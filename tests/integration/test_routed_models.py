@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from models import prompts, tiny
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
+from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
 from hf_mlspec.routing.blocks import blocks_of
+from hf_mlspec.routing.compiled_engine import ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
@@ -109,7 +113,7 @@ def test_widths_differ_between_rows_and_follow_them(model):
     assert all(chosen == seen[0] for chosen in seen)
     engine.start(2, torch.device("cpu"))
     engine.chosen = [[2], [3]]
-    engine.cache.select = lambda keep: None
+    engine.cache.select = lambda keep, slots: None
     engine.select([1, 0])
     assert engine.chosen == [[3], [2]]
     engine.forget(0)
@@ -126,13 +130,14 @@ def test_a_batch_in_any_company_writes_what_a_row_alone_writes(model):
         ]
 
 
-def test_a_given_cache_is_read_again_to_route_the_whole_prompt(model):
-    ids = torch.tensor([rows_of(INPUTS)[0]])
-    whole = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_a_given_cache_is_read_again_to_route_the_whole_prompt(model, engine):
+    ids, how = torch.tensor([rows_of(INPUTS)[0]]), {"assistant_models": [], "speculation_config": {"engine": engine}}
+    whole = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **how)
     first = model.generate(ids[:, :5], max_new_tokens=1, return_dict_in_generate=True, do_sample=False, pad_token_id=0,
-                           eos_token_id=None)  # fmt: skip
+                           eos_token_id=None, **how)  # fmt: skip
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert generated(model, given, past_key_values=first.past_key_values) == whole
+    assert generated(model, given, past_key_values=first.past_key_values, **how) == whole
 
 
 def test_a_routed_target_checks_drafts_at_its_own_widths(model):
@@ -141,17 +146,62 @@ def test_a_routed_target_checks_drafts_at_its_own_widths(model):
         assert generated(model, assistant_models=levels) == found
 
 
-def test_a_stream_routes_as_generate_does(model):
+@pytest.mark.parametrize("levels", [[], ["planes2"], ["prompt_lookup"], ["planes4", "planes2"]])
+def test_the_decoder_of_gpus_routes_as_modules_do(model, levels):
+    """Here over a model on the CPU: rows of a batch read planes of their own."""
+    wanted, config = generated(model), {"engine": "cuda", "num_draft_tokens": 3}
+    assert generated(model, assistant_models=levels, speculation_config=config) == wanted
+    for index, row in enumerate(rows_of(INPUTS)):
+        alone = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))}
+        assert generated(model, alone, assistant_models=levels, speculation_config=config) == [wanted[index]]
+
+
+def test_rows_of_the_decoder_choose_what_modules_choose(model):
+    decoder = built_decoder(model, "cuda")
+    compiled, modules = RoutedCudaEngine(model, decoder, router_of(model)), RoutedEngine(model, router_of(model))
+    rows = rows_of(INPUTS)
+    for engine in (compiled, modules):
+        engine.start(len(rows), torch.device("cpu"))
+    with torch.inference_mode(), ragged_attention_on([model]):
+        found, wanted = compiled.feed(rows), modules.feed(rows)
+    assert compiled.chosen == modules.chosen
+    assert len({tuple(own) for own in compiled.chosen}) > 1
+    torch.testing.assert_close(found, wanted.float(), atol=1e-3, rtol=1e-3)
+    compiled.select([2, 0])
+    compiled.admit(1)
+    with torch.inference_mode():
+        again = compiled.feed([rows[2] + [5], rows[0] + [7], rows[1]])
+    assert compiled.chosen == [modules.chosen[place] for place in (2, 0, 1)]
+    torch.testing.assert_close(again[2], found[1])
+
+
+def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):
+    decoder = built_decoder(model, "cuda")
+    assert why_not_compiled(model, decoder) == ""
+    layer = decoder._layers[0]
+    decoder._layers[0] = replace(layer, qkv_order=torch.arange(32, dtype=torch.int32))
+    assert why_not_compiled(model, decoder) == ORDERED
+    decoder._layers[0] = replace(layer, o=layer.gate_up)
+    assert why_not_compiled(model, decoder) == OTHER_BLOCKS
+    decoder._layers[0] = layer
+
+
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_a_stream_routes_as_generate_does(model, engine):
     rows = generated(model)
     prompts = rows_of(INPUTS)
-    how = {"max_batch": 2, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    how = {"max_batch": 2, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None,
+           "speculation_config": {"engine": engine}}  # fmt: skip
     done = {tuple(one.request.input_ids): one.new_tokens
             for one in hf_mlspec.generate_stream(model, [*prompts, prompts[0][:4]], **how)}  # fmt: skip
     assert [done[tuple(prompt)] for prompt in prompts] == rows
     assert done[tuple(prompts[0][:4])] == reference(model, prompts[0][:4], 8)
 
 
-def test_draft_routing_changes_no_token(plain, folders):
+@pytest.mark.parametrize("engine", [None, "cuda"])
+def test_draft_routing_changes_no_token(plain, folders, engine):
+    if engine is not None:
+        hf_mlspec.prepare(plain, engine=engine)  # of levels, too
     config = {"router": str(folders / "router.safetensors"), "num_draft_tokens": 3}
     wanted = generated(plain, assistant_models=[])
     assert generated(plain, assistant_models=["routed"], speculation_config=config) == wanted

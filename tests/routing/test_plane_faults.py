@@ -63,12 +63,12 @@ def product(own: list[PlanesLinear], place: int, width: int) -> torch.Tensor:
 
 
 def require_counted(loader: PlaneLoader) -> None:
-    low = loader._low(0)
     resident = {own.place for own in loader.layers if own.resident}
     slots = loader._free + [fetch.slot for fetch in loader._waiting.values()]
     assert sorted(slots) == list(range(loader.slots))
-    assert loader._missing == LAYERS - len(resident)
-    assert loader.used == loader.always + len(resident) * low <= loader.budget
+    assert loader._missing == sum(own.lacks > 0 for own in loader.layers)
+    kept = sum(own.kept * loader.sizes[own.place].plane for own in loader.layers)
+    assert loader.used == loader.always + kept <= loader.budget
     assert loader.room._resident == resident
     assert not resident & loader._waiting.keys()
 

@@ -7,6 +7,7 @@ same list runs through the same ops.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,17 @@ from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
 from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
+from ...ops.delta import AT_START
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import NORMS, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .experts import require_served_experts
+from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
+from .row_bits import BlockBits, Groups, at, outside, times
+from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
@@ -50,8 +54,9 @@ class CudaDecoder:
     """A model's layers as calls of ops, on the weights the model has.
 
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
-    what could not be shared so (packed weights whose outputs do not fill their tiles). vocab_size: entries of its
-    logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
+    what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep
+    keys and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values
+    and logits. max_positions: the length past which the model's rotation changes for
     the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
     calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
@@ -69,7 +74,9 @@ class CudaDecoder:
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
-        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
+        self.vocab_size = found.sizes.vocab
+        self.num_recurrent = sum(block.delta is not None for block in found.blocks)
+        self.num_layers = len(found.blocks) - self.num_recurrent
         self.logit_softcap = found.sizes.logit_softcap
         self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
@@ -79,8 +86,9 @@ class CudaDecoder:
         self._ropes, self._outgrown = [], []
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._final_norm = norm_of(found.final_norm, found, device)
-        self._layers = [read_layer(block, found, device) for block in found.blocks]
+        self._layers = [read_layer(block, found, device, index) for block, index in indexed(found.blocks)]
         self._heads_order = heads_order(found.sizes, device)
+        self._gated_heads = found.sizes.heads * found.sizes.head_dim if found.sizes.gated_heads else 0  # elements
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -90,6 +98,8 @@ class CudaDecoder:
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
         self.extra_bytes += sum(layer.experts.extra_bytes for layer in self._layers if layer.experts is not None)
         self._captured_bits = min(map(_captured_bits, [*linears, self._head]))
+        streamed = [one for one in map(_plain, [*linears, self._head]) if isinstance(one, StreamedPlanesLinear)]
+        self.plane_sources = tuple({id(own.source): own.source for own in streamed}.values())
         self._weights = standing(model)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # other streams may read them from now on
@@ -100,10 +110,15 @@ class CudaDecoder:
         """What a captured call depends on besides its own tensors: the weights, and the rotary tables."""
         return self._weights, self.positions
 
-    def captures(self, bits: Bits) -> bool:
+    def captures(self, bits: Bits | BlockBits) -> bool:
         """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it."""
-        return all(filled(bits, own).weight <= self._captured_bits for own in self._own)
+        fetched for it from elsewhere than pinned memory."""
+        most = bits if isinstance(bits, Bits) else bits.widest
+        return all(filled(most, own).weight <= self._captured_bits for own in self._own)
+
+    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+        """Of every layer in turn, as of `Layer.blocks`: those that `BlockBits` knows by their number."""
+        return [block for layer in self._layers for block in layer.blocks()]
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least ``count`` positions (fewer only where the rotation changes beyond them).
@@ -121,44 +136,50 @@ class CudaDecoder:
                 self.positions = positions  # last: other threads look at it
 
     def forward(
-        self,
-        ids: Tensor,
-        starts: Tensor,
-        counts: Tensor,
-        kv: Tensor,
-        *,
-        pick: Tensor | None = None,
-        bits: Bits = OWN_BITS,
-        packing: Packing | None = None,
-        draft_window: int = 0,
-    ) -> Tensor:
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None = None,
+        bits: Bits | BlockBits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
+        states: DeltaStates | None = None, settles: int = AT_START,
+    ) -> Tensor:  # fmt: skip
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
         rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
-        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says.
-        packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`. Only enqueues.
-        ValueError for operands that do not fit.
+        packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says; or
+        those of every block. packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`.
+        states: of the rows, where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. Only
+        enqueues. ValueError for operands that do not fit.
         """
-        self._require(ids, kv, bits)
+        self._require(ids, kv, bits, states)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
-        caches = kv.view(2 * self.num_layers, *kv.shape[2:]).unbind()
         total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
-        for index, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._attend(layer, normed, caches[2 * index], caches[2 * index + 1], lanes, bits)
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = self._feed_forward(layer, normed, bits)
+            added = self._feed_forward(layer, normed, at(bits, 2 * number + 1, normed))
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
-        normed, _ = normed_sum(total, added, self._final_norm, eps)
+        if states is not None:
+            states.settle(starts, counts, settles)
+        return self._logits(total, added, pick, outside(bits))
+
+    def _mix(
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
+    ) -> Tensor:
+        """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
+        if layer.delta is not None:
+            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+        return self._attend(layer, normed, kv[layer.index], lanes, bits)
+
+    def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
+        normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
         return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
@@ -169,11 +190,12 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits) -> Tensor:
-        """What a layer's MLP, or its experts, add."""
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor | ExpertRows:
+        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
-            return layer.experts(normed, self._activation, bits)
-        return layer.down(self._gated(layer, layer.gate_up(normed, bits)), bits)
+            added = layer.experts(normed, self._activation, bits)
+            return added if layer.mlp_out is None else added.summed()
+        return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
         if self.sizes.plain_mlp:
@@ -197,29 +219,34 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(
-        self, layer: Layer, normed: Tensor, keys: Tensor, values: Tensor, lanes: tuple, bits: Bits
-    ) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
+        keys, values = kv.unbind()
         batch, width, starts, counts, packing, draft_window = lanes
         sizes, (cos, sin) = self.sizes, self._ropes[layer.rope]
-        qkv = layer.qkv(normed, bits)
+        qkv = times(layer.qkv, normed, bits)
         if self._heads_order is not None:
             qkv = ops.ordered_rows(qkv, self._heads_order)
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
         if layer.heads_together is not None:
             qkv = normed_together(qkv, *layer.heads_together, sizes.norm_eps)
-        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
+        if self._gated_heads:
+            qkv, gates = qkv.split([qkv.shape[1] - self._gated_heads, self._gated_heads], dim=1)
+        qkv = (qkv.contiguous() if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
-        return layer.o(mixed if packing is None else mixed.index_select(0, packing.take), bits)
+        mixed = mixed if packing is None else mixed.index_select(0, packing.take)
+        return times(layer.o, ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed, bits)
 
-    def _require(self, ids: Tensor, kv: Tensor, bits: Bits) -> None:
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits, states: DeltaStates | None) -> None:
         sizes = self.sizes
+        if (states is not None) != (self.num_recurrent > 0) or (states is not None and states.rows != len(ids)):
+            given = "none" if states is None else f"those of {states.rows} rows"
+            raise ValueError(f"states are {given}; {self.num_recurrent} layers keep states of {len(ids)} rows")
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
         expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
@@ -229,7 +256,9 @@ class CudaDecoder:
         expected += (sizes.head_dim if kept is None else kept.width(sizes.head_dim),)
         if tuple(kv.shape) != expected:
             raise ValueError(f"kv has shape {list(kv.shape)}, {len(ids)} rows of this model take {list(expected)}")
-        if bits != OWN_BITS and not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
+        if not isinstance(bits, Bits) or bits == OWN_BITS:
+            return
+        if not (self._own and {filled(bits, own) for own in self._own} <= set(self.bit_choices)):
             choices = ", ".join(map(str, map(tuple, self.bit_choices)))
             way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
@@ -257,6 +286,11 @@ def require_served(found: Outline) -> None:
     sizes = found.sizes
     if sizes.rotates_pairs and any(block.norms[NORMS.index("q")] for block in found.blocks):
         raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
+    if sizes.delta is not None and (sizes.delta.key_dim % 4 or sizes.delta.value_dim % 4):
+        raise UnknownArchitecture(
+            f"its delta nets have heads of {sizes.delta.key_dim} and {sizes.delta.value_dim} elements, the kernels of "
+            "a GPU take multiples of 4"
+        )
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
@@ -275,9 +309,25 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
+
+
+def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
+    """Every layer, and its number among those that keep what it keeps: keys and values, or a state."""
+    seen = [0, 0]
+    for block in blocks:
+        kind = block.delta is not None
+        yield block, seen[kind]
+        seen[kind] += 1
+
+
+def _plain(linear: JoinedLinear) -> JoinedLinear:
+    """Without the order or the rotation of its inputs."""
+    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+
+
 def _captured_bits(linear: JoinedLinear) -> float:
     """Up to how many bits of its weights a call only enqueues."""
-    own = linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+    own = _plain(linear)
     if isinstance(own, StreamedPlanesLinear):
-        return own.resident
+        return float("inf") if own.source.copies_in_graphs else own.resident
     return LOW.weight if isinstance(own, ZipperTilesLinear) and own.hosts else float("inf")

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ...nn.plane_source import InGraph, PlaneSource
 from ...nn.state import say_once
+from ...ops.delta import AT_START
 from ...precision import Bits
 from ..built import capturing
 from ..memory import out_of_memory
 from .decoder import CudaDecoder
+from .row_bits import BlockBits
+from .states import DeltaStates
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
 _BACKOFF = 4  # as many times more before each further time: to capture a shape takes as long as several steps of it
@@ -26,11 +30,25 @@ _MOST_TOKENS = 128  # larger steps keep the device busy while Python launches th
 _KEPT = 8  # graphs, those used last
 
 
+class Recording:
+    """A CUDA graph, and what it copies of streamed planes, from each of their sources."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, fetches: Sequence[tuple[PlaneSource, InGraph]] = ()):
+        self._graph, self._fetches = graph, fetches
+
+    def replay(self) -> None:
+        """Enqueue it on the current stream."""
+        with ExitStack() as stack:
+            for source, own in self._fetches:
+                stack.enter_context(source.replaying(own))
+            self._graph.replay()
+
+
 @dataclass
 class _Step:
     """A captured step, what it reads and what it writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Recording
     operands: tuple[Tensor, ...]
     logits: Tensor
 
@@ -47,37 +65,40 @@ class CudaSteps:
         self._captures = decoder.device.type == "cuda"
 
     def forward(
-        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None, bits: Bits,
-        draft_window: int = 0,
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None,
+        bits: Bits | BlockBits, draft_window: int = 0, states: DeltaStates | None = None, settles: int = AT_START,
     ) -> Tensor:  # fmt: skip
         """As `CudaDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
-        shape = (*ids.shape, None if pick is None else len(pick), draft_window)
-        step = self._step(shape, operands, kv, bits)
+        how = {"bits": bits, "draft_window": draft_window, "states": states, "settles": settles}
+        said = bits if isinstance(bits, Bits) else bits.key
+        shape = (*ids.shape, None if pick is None else len(pick), said, draft_window, settles)
+        step = self._step(shape, operands, kv, how)
         if step is None:
-            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits, draft_window=draft_window)
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, **how)
         for fixed, given in zip(step.operands, operands, strict=True):
             fixed.copy_(given)
         step.graph.replay()
         return step.logits
 
-    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> _Step | None:
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, how: dict) -> _Step | None:
         """The graph of a shape that came often enough, over this cache."""
-        if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(bits):
+        if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(how["bits"]):
             return None
         addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
+        addresses += () if how["states"] is None else tuple(tensor.data_ptr() for tensor in how["states"][:3])
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved
             for lost in list(self._steps):
                 self._let_go(lost)
             self._addresses = addresses
         self._seen[shape] += 1
         if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
-            self._capture(shape, operands, kv, bits)
+            self._capture(shape, operands, kv, how)
         if shape in self._steps:
             self._steps.move_to_end(shape)
         return self._steps.get(shape)
 
-    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits) -> None:
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, how: dict) -> None:
         if len(self._steps) == _KEPT:
             self._let_go(next(iter(self._steps)))
         self._captured[shape] += 1
@@ -86,11 +107,11 @@ class CudaSteps:
         results: list[Tensor] = []
 
         def run() -> None:
-            how = {"pick": pick, "bits": bits, "draft_window": shape[-1]}
-            results.append(self.decoder.forward(*fixed[:3], kv, **how))
+            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, **how))
 
         try:
-            self._steps[shape] = _Step(recorded(run, self.decoder.device), fixed, results[0])
+            graph = recorded(run, self.decoder.device, sources=self.decoder.plane_sources)
+            self._steps[shape] = _Step(graph, fixed, results[0])
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -103,12 +124,15 @@ class CudaSteps:
         self._seen[shape] = 0
 
 
-def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=None) -> torch.cuda.CUDAGraph:
+def recorded(
+    run: Callable[[], None], device: torch.device, pool=None, stream=None, sources: Iterable[PlaneSource] = ()
+) -> Recording:
     """What `run` enqueues, as a graph, captured on `stream`, or one of its own; the device has run the like before.
 
-    Graphs of one pool that are captured on one stream share memory: no two of them may run at a time.
+    sources: of streamed planes that it may read, of which those count whose copies a graph can hold. Graphs of one
+    pool that are captured on one stream share memory: no two of them may run at a time.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, fetches = torch.cuda.CUDAGraph(), []
     stream = stream or torch.cuda.Stream(device)
     with capturing, _no_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
         torch.cuda.synchronize()
@@ -116,10 +140,14 @@ def recorded(run: Callable[[], None], device: torch.device, pool=None, stream=No
         _room_for_seeds(device)
         graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
         try:
-            run()
+            with ExitStack() as stack:
+                for source in sources:
+                    if source.copies_in_graphs:
+                        fetches.append((source, stack.enter_context(source.captured())))
+                run()
         finally:
             graph.capture_end()
-    return graph
+    return Recording(graph, [(source, own) for source, own in fetches if own.reads_low])
 
 
 def _room_for_seeds(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """How does the CUDA decoder multiply planes that are streamed? Top ones where they stay, others as they come.
 
 A product that reads top planes alone only enqueues, over tiles that stay where they are, so that a graph can hold it.
-One that reads low planes, too, asks their source for them, module by module, with the bits of one joined weight.
+One that reads low planes, too, asks their source for them, module by module, with the bits of one joined weight; where
+those lie in pinned memory, a graph that is captured holds the copies.
 """
 
 from __future__ import annotations

@@ -232,8 +232,9 @@ class Wiring:
         """The engine of a model whose planes a router picks; what a level's passes cost is told by its average."""
         name = self.config.engine if is_target else None
         made = routed_engine(
-            model, router, name=name, capacity=self.capacity, num_positions=max_positions(model)
-        )
+            model, router, name=name, prepare=self.config.prepare, capacity=self.capacity,
+            num_positions=max_positions(model),
+        )  # fmt: skip
         if not is_target:
             made.bits = Bits(min(router.widths, key=lambda width: abs(width - router.average)), 16)
         return made

@@ -63,7 +63,7 @@ def parse_level(text: str) -> Word:
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
     hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
+    if hub_name or _is_there(path):
         return Word("load", path=path, cast=cast)
     words = _words()
     if len(parts := [part for part in SEPARATORS.split(text) if part]) > 1:
@@ -71,6 +71,14 @@ def parse_level(text: str) -> Word:
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def _is_there(path: str) -> bool:
+    """Whether a text names a folder, or a GGUF file; most texts are no path, and some could be none."""
+    try:
+        return bool(path) and (Path(path).is_dir() or is_gguf(path))
+    except OSError:  # too long for a name
+        return False
 
 
 def is_head_folder(path: str) -> bool:
@@ -81,11 +89,12 @@ def is_head_folder(path: str) -> bool:
         return False
     try:
         said = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return False  # whoever loads a model from it says what is wrong
     if not isinstance(said, dict):
         return False
-    names = said.get("architectures") or []
+    names = said.get("architectures")
+    names = names if isinstance(names, list) else []
     return "speculators_model_type" in said or any(_HEAD_CLASS in str(name) for name in names)
 
 

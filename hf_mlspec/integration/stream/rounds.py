@@ -174,7 +174,7 @@ class StreamRounds:
             self._too_long = longest
             return None
         loop = self._loop(found)
-        loop.rounds.noise = partial(_noise, self._live)
+        loop.rounds.noise, loop.rounds.steps.soon = partial(_noise, self._live), True
         return loop
 
     def _on_host(self, rows: Sequence[Admitted]) -> Loop:
@@ -212,6 +212,13 @@ class StreamRounds:
         if self.is_captured:
             return self.loop.rounds.program.active
         return () if self.chain.steering is None else self.chain.steering.active
+
+
+def closed_up(rows: list[int]) -> list[int]:
+    """These rows with the last ones in the places of those that are missing: the others stay where they are."""
+    kept = set(rows)
+    last = iter(sorted((r for r in kept if r >= len(kept)), reverse=True))
+    return [place if place in kept else next(last) for place in range(len(kept))]
 
 
 def _samples(one: Admitted) -> bool:

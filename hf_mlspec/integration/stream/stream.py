@@ -34,7 +34,7 @@ from .chain import FIRST_CAPACITY, chain_of
 from .events import NewTokens
 from .prompts import PREFILL_CHUNK, LongPrompts, chunk_of
 from .request import Admitted, Completion, Preparation, Request
-from .rounds import StreamRounds
+from .rounds import StreamRounds, closed_up
 from .telling import Telling
 
 _OF_STREAM = "prompt_tokens", "prefix_tokens", "prefix_bytes", "levels_error"  # counted here, not in the loops
@@ -277,7 +277,7 @@ class _Stream:
             for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
             taken, more = free[: len(joining)], [self.live[number] for number in joining[len(free) :]]
-            keep = sorted([*going, *taken])
+            keep = closed_up([*going, *taken])
             loop.select(keep)
             self.rules[:] = [self.rules[r] for r in keep]
             if more:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from ...engines.cuda.steps import recorded
+from ...engines.cuda.steps import Recording, recorded
 from .program import RoundProgram
 from .state import RoundState
 
@@ -30,7 +30,7 @@ class RoundGraphs:
         self.seconds = self.round_seconds = self.idle = self.capture_seconds = 0.0
         self.captured_layers = 0
         self.batch = 0  # rows of the round under way, 0: none is
-        self._graphs: OrderedDict[tuple[RoundProgram, int], torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[tuple[RoundProgram, int], Recording] = OrderedDict()
         self._reports: dict[RoundProgram, tuple[Tensor, Tensor]] = {}  # on the device, on the host
         self._program: RoundProgram | None = None
         if self.on_gpu:
@@ -72,7 +72,7 @@ class RoundGraphs:
         self._rehearse(program, state)
         device = state.tokens.device
         self._graphs[program, batch] = recorded(
-            lambda: self._enqueue(program, state, batch), device, self._pool, self._stream
+            lambda: self._enqueue(program, state, batch), device, self._pool, self._stream, program.plane_sources
         )
         self.capture_seconds += time.perf_counter() - begin
         self.captured_layers += program.layers

@@ -1,0 +1,99 @@
+"""What do prompts and tokens take at widths that a router picks, beside static ones, resident and on demand?
+
+The router is made, not trained: a quarter of the blocks reads 6 planes, the others 4, and one block in eight leaves it
+to the query.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_mlspec
+from hf_mlspec.routing.blocks import Block, average_bits, blocks_of
+from hf_mlspec.routing.engine import RoutedCudaEngine, RoutedEngine, routed_engine
+from hf_mlspec.routing.router import Router
+
+from .rounds import budget_of, dense_bytes, model_of, plane_bytes, source_of
+
+_STEPS = 24  # tokens behind the longest prompt; the first third captures
+_SHOWN = 8  # prompts that are not timed: they load kernels, and planes that they read come to stay
+_NARROW, _WIDE = 4, 6
+
+
+def made_router(blocks: list[Block]) -> Router:
+    """See above; the same for every run."""
+    router, generator = Router(blocks), torch.Generator().manual_seed(0)
+    order = torch.randperm(len(blocks), generator=generator).tolist()
+    wide, open_ = order[: len(blocks) // 4], order[len(blocks) // 4 :][: len(blocks) // 8]
+    for place, one in enumerate(router.of):
+        scores = torch.full_like(one.outer.bias, -100.0)
+        for width in (_NARROW, _WIDE):
+            chosen = place in open_ or width == (_WIDE if place in wide else _NARROW)
+            scores[router.widths.index(width)] = 0.0 if chosen else -100.0
+        with torch.no_grad():
+            one.outer.bias.copy_(scores)
+            if place in open_:
+                one.outer.weight.normal_(generator=generator)
+    return router.eval().requires_grad_(False)
+
+
+def lines(options: argparse.Namespace) -> Iterator[dict]:
+    """Resident first, then the same model on its budget. over: seconds of a prompt beyond those of resident planes."""
+    model = model_of(options)
+    router = made_router(blocks_of(model))
+    resident = list(_all(model, router, options))
+    yield from ({"planes": "resident", **one} for one in resident)
+    whole, dense = plane_bytes(model), dense_bytes(model)
+    budget = budget_of(model, options, dense)
+    hf_mlspec.clear(model)
+    hf_mlspec.stream_planes(model, budget, top_planes=options.top_planes)
+    yield {"planes": "streamed", "budget": budget, "used": source_of(model).used, "less_than_static":
+           1 - (source_of(model).used + dense) / (whole + dense)}  # fmt: skip
+    for one, before in zip(_all(model, router, options), resident, strict=True):
+        yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
+               "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
+
+
+def _all(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> Iterator[dict]:
+    known = [_WIDE if one.outer.bias[router.widths.index(_WIDE)] == 0 else _NARROW for one in router.of]
+    for tokens in (16, 64) if options.quick else (256, 2048):
+        for name, widths in {"known": known, "routed": None, "4": [4] * len(known), "8": [8] * len(known)}.items():
+            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths, tokens, options)}
+
+
+def _timed(
+    model: PreTrainedModel, router: Router, widths: list[int] | None, tokens: int, options: argparse.Namespace
+) -> dict:
+    """Medians of prompts of random tokens, and of the tokens behind the last one. widths: None: chosen."""
+    engine = routed_engine(
+        model, router, name=None, prepare=True, capacity=tokens + _STEPS + 8, num_positions=None
+    )
+    counts = source_of(model)
+    with torch.inference_mode():
+        prompts, row, bits = [], [], []
+        for _ in range(options.repeats + _SHOWN):
+            row = torch.randint(0, 100, (tokens,)).tolist()
+            engine.start(1, options.device)
+            engine.chosen = [None if widths is None else list(widths)]
+            before = 0 if counts is None else counts.counts.fetched_bytes
+            prompts.append(_seconds(engine, row))
+            fetched = 0 if counts is None else counts.counts.fetched_bytes - before
+            bits.append(average_bits(engine.chosen[0], engine.blocks))
+        steps = [_seconds(engine, row) for _ in range(_STEPS)][_STEPS // 3 :]
+    return {
+        "engine": engine.name, "bits": statistics.mean(bits), "prompt_ms": statistics.median(prompts[_SHOWN:]) * 1e3,
+        "prompt_fetched": fetched, "token_ms": statistics.median(steps) * 1e3,
+    }  # fmt: skip
+
+
+def _seconds(engine: RoutedEngine | RoutedCudaEngine, row: list[int]) -> float:
+    """Of a pass that ends in a token, which the row gains."""
+    begin = time.perf_counter()
+    row.append(int(engine.feed([row])[0, -1].argmax()))
+    return time.perf_counter() - begin

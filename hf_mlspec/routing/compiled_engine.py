@@ -1,0 +1,110 @@
+"""How does the decoder of GPUs step a model whose rows read as many planes as their prompts were given?
+
+A prompt is read in one step of its own, in which every block chooses as the step comes to it; the host waits for each
+choice. Steps behind it know what they read, so that a graph holds them (engines/cuda/steps.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engines.cuda.decoder import CudaDecoder
+from ..engines.cuda.engine import CudaEngine, int32, prefill
+from ..engines.cuda.row_bits import RowBits
+from ..engines.cuda.steps import CudaSteps
+from ..engines.cuda.streamed import StreamedPlanesLinear
+from ..engines.cuda.weights import PlanesTilesLinear
+from ..engines.engine import Guess, Rows
+from ..precision import Bits
+from .blocks import Block, blocks_of
+from .features import pooled
+from .router import Router
+from .row_widths import RowWidths
+
+ORDERED = "its linears read inputs in an order or a rotation of their own, in which a router was not trained"
+OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
+
+
+class _Choosing:
+    """Bits of every block of a step over one prompt, chosen from what the block reads. widths: of all blocks."""
+
+    def __init__(self, router: Router, blocks: Sequence[Block]):
+        self.router, self.blocks = router, blocks
+        self.widest, self.key = Bits(router.widths[-1], 16), ()
+        self.widths: list[int] = []
+
+    def at(self, block: int, x: Tensor) -> Bits:
+        """As `BlockBits.at`; waits for the device."""
+        mean = x.float().mean(0).to("cpu")
+        found = pooled(mean[None, None], [1], self.blocks[block].name)
+        self.widths.append(self.router.choose(block, found)[0])
+        return Bits(self.widths[-1], 16)
+
+
+class RoutedCudaEngine(RowWidths, CudaEngine):
+    """A CUDA decoder over its rows, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
+
+    can = replace(CudaEngine.can, capturable=False, bit_exact=False)  # rows of one beginning may read other planes
+
+    def __init__(self, model: nn.Module, decoder: CudaDecoder, router: Router, **options: Any):
+        """options: those of `CudaEngine`."""
+        super().__init__(model, decoder, **options)
+        self.can = RoutedCudaEngine.can
+        self.router, self.blocks = router, blocks_of(model)
+        self.chosen = []
+        self._row_bits: dict[tuple, RowBits] = {}
+
+    def start(self, batch: int, device: torch.device) -> None:
+        super().start(batch, device)
+        self._steps = CudaSteps(self.model, self.decoder)  # graphs of other widths keep streamed planes where they are
+
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
+        for r, row in enumerate(rows):
+            if self.chosen[r] is None and (alive is None or alive[r]):
+                self._choose(r, row, len(rows))
+        return super().feed(rows, guess, alive)
+
+    def _choose(self, r: int, row: list[int], batch: int) -> None:
+        self._reserve(len(row))
+        choosing, device = _Choosing(self.router, self.blocks), self.decoder.device
+        operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
+        pick = torch.zeros(1, dtype=torch.int64, device=device)  # nobody reads its logits
+        how = {"pick": pick, "bits": choosing, "draft_window": self.draft_window}
+        self.decoder.forward(*operands, self._kv(batch)[:, :, r : r + 1], **how)
+        self.forwards += 1
+        self.chosen[r], self.lengths[r] = choosing.widths, len(row) - 1
+
+    def _prefill(self, lines: Rows) -> None:
+        """As `CudaEngine` does, row by row."""
+        for r, line in enumerate(lines):
+            if len(line) > self.lengths[r]:
+                kv, bits = self._kv(len(lines))[:, :, r : r + 1], self._bits_of([self.chosen[r]])
+                self.forwards += prefill(self.decoder, kv, [line], [self.lengths[r]], bits, self.draft_window)
+
+    def _bits_of_rows(self) -> RowBits:
+        """Of inactive rows, whose logits are meaningless, those of another row."""
+        known = next(own for own in self.chosen if own is not None)
+        return self._bits_of([own or known for own in self.chosen])
+
+    def _bits_of(self, widths: Sequence[Sequence[int]]) -> RowBits:
+        key = tuple(map(tuple, widths))
+        if key not in self._row_bits:
+            self._row_bits[key] = RowBits(widths, self.decoder.device)
+        return self._row_bits[key]
+
+
+def why_not_compiled(model: nn.Module, decoder: CudaDecoder) -> str:
+    """Why a decoder cannot step a routed model; "" where it can."""
+    own, found = blocks_of(model), decoder.blocks()
+    outputs = [sum(linear.out_features for linear in block.linears.values()) for block in own]
+    if not all(isinstance(first, PlanesTilesLinear | StreamedPlanesLinear) for first, _, _ in found) or outputs != [
+        first.out_features + last.out_features for first, last, _ in found
+    ]:
+        return OTHER_BLOCKS
+    return ORDERED if any(order is not None for _, _, order in found) else ""

@@ -1,0 +1,96 @@
+"""Do the planes stay that are read, and no others, layer by layer?"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hf_mlspec.formats import PlanesWeight
+from hf_mlspec.nn.plane_source import InGraph
+from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.plane_loader import PlaneLoader
+from hf_mlspec.routing.plane_rooms import sizes_on
+from hf_mlspec.routing.plane_store import HostStore
+
+CPU = torch.device("cpu")
+TOP, LAYERS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, PlanesLinear]:
+    torch.manual_seed(3)
+    weights = [PlanesWeight.from_dense(torch.randn(64, 128), 8, 32) for _ in range(LAYERS)]
+    return {f"layer{place}": PlanesLinear(weight) for place, weight in enumerate(weights)}
+
+
+@pytest.fixture
+def loader(made) -> PlaneLoader:
+    """Room for the low planes of two of four layers, beside what is fetched."""
+    linears = copy.deepcopy(made)
+    sizes = [sizes_on(CPU, linear) for linear in linears.values()]
+    low = sizes[0].plane * (8 - TOP)
+    budget = sum(TOP * own.plane + own.beside for own in sizes) + 5 * low  # three to fetch
+    store = HostStore([(8 - TOP, own.plane) for own in sizes], pin=False)
+    found = PlaneLoader(linears, CPU, budget, store, top=TOP)
+    assert [own.kept for own in found.layers] == [4, 4, 0, 0]
+    return found
+
+
+def passes(loader: PlaneLoader, made, widths: list[int], count: int) -> None:
+    x = torch.arange(128.0).sin()[None, None]
+    for _ in range(count):
+        for layer, own, width in zip(loader.layers, made.values(), widths, strict=True):
+            assert layer.linear.at_rows(x, [width]).equal(own.at_rows(x, [width]))
+            assert loader.used <= loader.budget
+    kept = sum(own.kept * loader.sizes[own.place].plane for own in loader.layers)
+    assert loader.used == loader.always + kept
+
+
+def test_planes_that_nobody_reads_make_room_for_those_that_are_read(loader, made):
+    passes(loader, made, [6, 6, 6, 6], 12)
+    assert [own.kept for own in loader.layers] == [2, 2, 2, 2]
+    before = loader.counts.fetched_bytes
+    passes(loader, made, [6, 6, 6, 6], 2)
+    assert loader.counts.fetched_bytes == before
+    assert loader._missing == 0
+
+
+def test_a_wider_product_fetches_only_what_is_missing(loader, made):
+    passes(loader, made, [6, 6, 6, 6], 12)
+    before = loader.counts.fetched_bytes
+    passes(loader, made, [8, 4, 4, 4], 1)
+    assert loader.counts.fetched_bytes - before == 2 * loader.sizes[0].plane
+
+
+def test_layers_of_which_top_planes_alone_are_read_make_room(loader, made):
+    passes(loader, made, [4, 4, 8, 8], 12)
+    assert [own.kept for own in loader.layers] == [0, 0, 4, 4]
+
+
+def test_a_draft_of_fewer_planes_takes_none_from_its_check(loader, made):
+    for _ in range(10):
+        passes(loader, made, [6, 6, 6, 6], 1)
+        passes(loader, made, [8, 8, 8, 8], 1)
+    assert [own.kept for own in loader.layers] == [4, 4, 0, 0]
+
+
+def test_what_was_fetched_for_a_layer_that_is_passed_over_frees_its_slot(loader, made):
+    passes(loader, made, [8, 8, 8, 8], 1)  # and the next pass is fetched ahead
+    assert set(loader._waiting) == {2}
+    passes(loader, made, [8, 8, 4, 8], 1)
+    assert 2 not in loader._waiting
+    late = loader.counts.late
+    passes(loader, made, [8, 8, 4, 8], 3)
+    assert loader.counts.late == late
+
+
+def test_while_a_graph_holds_addresses_the_same_planes_stay(loader, made):
+    graph = InGraph()
+    loader.residency.graphs.add(graph)
+    passes(loader, made, [4, 4, 8, 8], 12)
+    assert [own.kept for own in loader.layers] == [4, 4, 0, 0]
+    del graph
+    passes(loader, made, [4, 4, 8, 8], 12)
+    assert [own.kept for own in loader.layers] == [0, 0, 4, 4]
