@@ -1,5 +1,6 @@
 # make demo   three levels write code and prose, token for token what the target alone writes
 # make test   the tests, 8 to 17 minutes on two cores; make test-slow has the others: notebooks, commands of the guide, fuzzing
+# make fuzz   malformed inputs for every reader, MINUTES=5; make mutants has the tests kill what is made wrong on purpose
 # make lint   ruff
 # make docs   the site of the documentation, in site/; make docs-serve shows it while you write
 # Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
@@ -8,6 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
+MINUTES ?= 5
 
 BIN := $(VENV)/bin
 # Python compiles what it imports at the first import, a small part of what is installed, and keeps it in $(VENV): where
@@ -25,7 +27,7 @@ TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.* kernels_ext/*/*/*.*)
 
-.PHONY: demo test test-slow lint docs docs-serve clean
+.PHONY: demo test test-slow fuzz mutants lint docs docs-serve clean
 
 demo: $(VENV)/.run
 	$(BIN)/mlspec demo
@@ -35,6 +37,12 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

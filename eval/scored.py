@@ -54,15 +54,16 @@ def perplexity(model: nn.Module, rows: Rows, precision: str | None = None, batch
 
 
 def continued(
-    model: nn.Module, prompts: list[torch.Tensor], level: str, draft: int, tokens: int
+    model: nn.Module, prompts: list[torch.Tensor] | list[dict[str, torch.Tensor]], level: str, draft: int, tokens: int
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """What a chain of one level with drafts of so many tokens writes, and of these drafts the accepted tokens over all
-    that were drafted, and over those whose verdict is known."""
+    """What a chain of one level with drafts of so many tokens writes behind each prompt, ids or inputs of a call, and
+    of these drafts the accepted tokens over all that were drafted, and over those whose verdict is known."""
     drafted = tested = accepted = 0
     written = []
-    for ids in prompts:
+    for given in prompts:
+        inputs = given if isinstance(given, dict) else {"input_ids": given}
         options = {"assistant_models": [level], "speculation_config": {"num_draft_tokens": draft}}
-        written.append(model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, **options))
+        written.append(model.generate(**inputs, max_new_tokens=tokens, **GREEDY, **options))
         own = hf_mlspec.last_stats(model).levels[0]
         drafted, tested, accepted = drafted + own.drafted, tested + own.tested, accepted + own.accepted
     return written, {"accepted / drafted": accepted / drafted, "accepted / tested": accepted / tested}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -45,6 +46,14 @@ MIXTURES = {
     },
 }
 MIXTURES["qwen3-30b-a3b-24"] = {**MIXTURES["qwen3-30b-a3b"], "num_hidden_layers": 24}  # half: with a cast on 80 GB
+# Gated delta nets in three layers of four, in Qwen3.5's form: what Qwen3_5TextConfig takes.
+HYBRIDS = {
+    "qwen3.5-27b": {**llama(5120, 17408, 64, 24, 4, 248320, 8192), "head_dim": 256, "linear_num_value_heads": 48},
+    "hybrid-tiny": {
+        **llama(64, 128, 4, 4, 2, 96, 512), "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}
 # In gpt-oss's form: what GptOssConfig takes. Windows on every other layer, YaRN: its own defaults.
 GPT_OSS = {
     "gpt-oss-20b": {**llama(2880, 2880, 24, 64, 8, 201088, 131072), "head_dim": 64, "num_local_experts": 32},
@@ -66,12 +75,14 @@ def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -
     before, (kind, config) = torch.get_default_dtype(), (LlamaForCausalLM, LlamaConfig)
     if shape in MIXTURES:
         kind, config = Qwen3MoeForCausalLM, Qwen3MoeConfig
+    elif shape in HYBRIDS:
+        kind, config = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig
     elif shape in GPT_OSS:
         kind, config = GptOssForCausalLM, GptOssConfig
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return kind(config(**{**OF_CHAINS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
+            return kind(config(**{**OF_CHAINS, **HYBRIDS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
     finally:
         torch.set_default_dtype(before)
 

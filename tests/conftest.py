@@ -38,12 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_lengths():
     """Levels draft the most they may, as where lengths are given: what a controller does with small random models is
     mostly not to draft. A test with the mark `plans` has the controller."""
-    from hf_mlspec.integration import call
-    from hf_mlspec.integration.stream import stream
+    from hf_mlspec.integration import call, known
+    from hf_mlspec.integration.stream import chain as stream
 
     with pytest.MonkeyPatch.context() as patch:
+        # What one test knew of a chain is not another's; tests/integration/test_known_files.py has the files.
+        patch.setattr(known, "file_of", lambda *_: None)
         for module in (call, stream):
-            patch.setattr(module, "let_choose", lambda wiring, levels, settings, *given: wiring.build(levels))
+            patch.setattr(module, "let_choose", lambda wiring, levels, settings: wiring.build(levels))
         yield
 
 
@@ -52,7 +54,7 @@ def chosen_lengths(request, monkeypatch):
     """The controller, where a test is about it."""
     if "plans" in request.keywords:
         from hf_mlspec.integration import adaptive, call
-        from hf_mlspec.integration.stream import stream
+        from hf_mlspec.integration.stream import chain as stream
 
         for module in (call, stream):
             monkeypatch.setattr(module, "let_choose", adaptive.let_choose)

@@ -29,10 +29,12 @@ from transformers import (
 )
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.states import DeltaStates
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.fewer_experts import routers
 from hf_mlspec.nn.packed import PackedLinear
+from hf_mlspec.ops.delta import AT_END
 from hf_mlspec.precision import OWN_BITS, Bits
 
 _SHAPE = {
@@ -160,13 +162,15 @@ def _there(configs: dict) -> dict:
 CONFIGS |= _there(_LATER)
 # What the decoder of the CPU computes, those of GPUs not all.
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
-# Gated delta nets beside attention, on the CPU; modules compute these in float32, whatever the model is in.
+# Gated delta nets beside attention; modules compute these in float32, whatever the model is in.
 HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_ORIGINAL}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "head_dim": 16}
 _GPT_OSS |= {"sliding_window": 7, "layer_types": _KINDS, "attention_bias": True, "rope_parameters": _YARN}
+_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}
+_GLM |= {"first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1}
 # Mixtures of experts.
 MIXTURES = {
     "mixtral": (MixtralConfig, {**_WHOLE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}),
@@ -184,13 +188,8 @@ MIXTURES = {
     "qwen3-moe-mixed": (Qwen3MoeConfig, {**_EXPERTS, "mlp_only_layers": [0, 2], "norm_topk_prob": False}),
     "qwen3-moe-one": (Qwen3MoeConfig, {**_EXPERTS, "num_experts": 1, "num_experts_per_tok": 1}),
     "gpt-oss": (GptOssConfig, _GPT_OSS),
-}
-_GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5}
-_GLM |= {"first_k_dense_replace": 1, "head_dim": 16, "n_group": 1, "topk_group": 1}
-# What the decoder of the CPU computes, those of GPUs not all.
-CPU_MIXTURES = {
-    **MIXTURES,
     "glm4-moe": (Glm4MoeConfig, {**_GLM, "use_qk_norm": True}),
+    "glm4-moe-groups": (Glm4MoeConfig, {**_GLM, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
     "glm4-moe-as-it-is": (Glm4MoeConfig, {**_GLM, "use_qk_norm": False, "norm_topk_prob": False}),
 }
 PACKED_MIXTURE = {"hidden_size": 96, "intermediate_size": 160, "moe_intermediate_size": 32}
@@ -203,7 +202,7 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **CPU_MIXTURES, **HYBRIDS}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
     torch.manual_seed(0)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
@@ -230,7 +229,10 @@ class Lanes:
         """rows: of the cache, of which the first `batch` are used."""
         self.decoder, self.lengths = decoder, [0] * batch
         self.cache = new_kv(decoder, rows or batch, slots).fill_(1e4)
-        self.kv = self.cache[:, :, :batch]
+        self.kv, self.states = self.cache[:, :, :batch], None
+        if decoder.num_recurrent:
+            how = decoder.num_recurrent, batch, decoder.dtype, decoder.device
+            self.states = DeltaStates.new(decoder.sizes.delta, *how)
 
     def feed(self, tokens: list[list[int]], *, padding: int = 0, bits: Bits = OWN_BITS) -> list[torch.Tensor]:
         """Logits `[given tokens, vocab]` of every row; `padding` more columns hold no token."""
@@ -240,8 +242,9 @@ class Lanes:
         numbers = (ids, self._ints(self.lengths), self._ints(map(len, tokens)))
         device = self.decoder.device
         logits = self.decoder.forward(
-            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), bits=bits
-        )
+            *(number.to(device) for number in numbers), self.kv, pick=pick.to(device), bits=bits,
+            states=self.states, settles=AT_END,
+        )  # fmt: skip
         self.lengths = [length + len(row) for length, row in zip(self.lengths, tokens, strict=True)]
         return list(logits.split([len(row) for row in tokens]))
 
@@ -281,9 +284,17 @@ def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, t
         logits, chosen = outputs[0].view(*ids.shape, -1), router.top_k
         if hasattr(router, "e_score_correction_bias"):
             logits = logits.sigmoid() + router.e_score_correction_bias
+        narrowly = NARROW * logits.std()
+        if hasattr(router, "num_group"):
+            groups = logits.unflatten(-1, (router.num_group, -1)).topk(2, dim=-1).values.sum(dim=-1)
+            best, last = groups.sort(dim=-1, descending=True), router.topk_group
+            if last < router.num_group:
+                narrow.logical_or_(best.values[..., last - 1] - best.values[..., last] < narrowly)
+                seen = torch.zeros_like(groups, dtype=torch.bool).scatter(-1, best.indices[..., :last], True)
+                logits = logits.where(seen.repeat_interleave(logits.shape[-1] // router.num_group, dim=-1), -1.0)
         if chosen < logits.shape[-1]:
             best = logits.sort(dim=-1, descending=True).values
-            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < NARROW * logits.std())
+            narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < narrowly)
 
     for _, router in routers(wide):
         if "weight" in router._parameters:

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from hf_mlspec.integration.compare import Comparison, Difference, Item, first_difference
+from hf_mlspec.integration.compare import Comparison, Difference, Item, _Run, first_difference
+from hf_mlspec.integration.costs import probe
 
 PROMPTS = ["def area(radius):", "a", "The quick brown fox jumps over the lazy dog, and", "x = [1, 2"]
 
@@ -148,3 +149,23 @@ def test_bad_input_is_named(model, tokenizer, change, message):
     asked = {"prompts": ["a"], "levels": [], "max_new_tokens": 2} | change
     with pytest.raises(ValueError, match=message):
         hf_mlspec.compare(model, tokenizer, **asked)
+
+
+@pytest.mark.plans
+def test_costs_are_measured_before_the_clock_runs(saved_model, tokenizer, cache, monkeypatch):
+    """On a machine that knows none, by the answer that warms up."""
+    engines, measured, write = [], probe.measured, _Run.write_with_chain
+
+    def seen(engine, **how):
+        engines.append(engine)
+        return measured(engine, **how)
+
+    def written(self, *given):
+        before = len(engines)
+        write(self, *given)
+        assert before == len(engines) > 0
+
+    monkeypatch.setattr(probe, "measured", seen)
+    monkeypatch.setattr(_Run, "write_with_chain", written)
+    fresh = AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.float32).eval()
+    hf_mlspec.compare(fresh, tokenizer, PROMPTS[:1], ["mxfp4"], max_new_tokens=12)

@@ -19,6 +19,7 @@ nested_exact  ids of a nested code-21m and its chains against the plain model
 startup  capturing, the first token, and with --build the extension
 transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
 experts  steps and prompts of mixtures of experts beside stock transformers, in BF16 and as MXFP4 casts
+hybrid   steps and prompts of a Qwen3.5-27B shape beside stock transformers; code-hybrid's chains beside it alone
 attention  of a layer, over bfloat16, int8 and int4 keys and values
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
@@ -49,7 +50,7 @@ GROUPS = {
     "nested_exact": "eval.bench_gpu.nested_exact", "startup": "eval.bench_gpu.startup",
     "attention": "eval.bench_gpu.attention", "transforms": "eval.bench_gpu.transforms",
     "lut": "eval.bench_gpu.lut", "ordered": "eval.bench_gpu.ordered",
-    "experts": "eval.bench_gpu.experts",
+    "experts": "eval.bench_gpu.experts", "hybrid": "eval.bench_gpu.hybrid",
 }  # fmt: skip
 
 

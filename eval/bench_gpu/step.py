@@ -22,6 +22,7 @@ from eval.gpu_timing import Timing, capture, synchronize, time_each
 from hf_mlspec import ops
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.states import DeltaStates
 from hf_mlspec.engines.rows import new_kv
 
 KEPT = 512  # tokens in the cache
@@ -70,14 +71,18 @@ class Step:
         self.counts = torch.full((batch,), width, dtype=torch.int32, device=device)
         self.kv = new_kv(decoder, batch, kept + UNROLL * width)
         self.kv.normal_()
+        self.states, self.fresh = delta_states(decoder, batch)
         self.tokens = torch.empty(UNROLL, batch, width, dtype=torch.int32, device=device)
         decoder.reserve_positions(kept + UNROLL * width)
 
     def __call__(self) -> None:
         self.ids.copy_(self.first)
         self.starts.fill_(self.kept)
+        if self.states is not None:
+            self.states.states.copy_(self.fresh)
+            self.states.marks.copy_(self.starts)
         for at in range(UNROLL):
-            logits = self.decoder.forward(self.ids, self.starts, self.counts, self.kv)
+            logits = self.decoder.forward(self.ids, self.starts, self.counts, self.kv, states=self.states)
             chosen, _ = ops.choose_rows(logits, self.decoder.logit_softcap, None, None, None)
             self.tokens[at] = chosen.view_as(self.ids)
             self.ids.copy_(self.tokens[at])
@@ -100,6 +105,17 @@ class Step:
         """Seconds of one step."""
         found = time_each(self.captured(), self.decoder.device)
         return Timing(found.median / UNROLL, found.least / UNROLL, found.repeats)
+
+
+def delta_states(decoder: CudaDecoder, batch: int) -> tuple[DeltaStates | None, Tensor | None]:
+    """States for rows of a decoder with recurrent layers, random, and a copy: every `UNROLL` steps begin with it."""
+    sizes = decoder.sizes.delta
+    if sizes is None:
+        return None, None
+    states = DeltaStates.new(sizes, decoder.num_recurrent, batch, decoder.dtype, decoder.device)
+    states.states.normal_(std=0.1)
+    states.inputs.normal_(std=0.1)
+    return states, states.states.clone()
 
 
 def step(bench: Bench) -> Iterator[Finding]:

@@ -5,9 +5,10 @@
 
 Requests with limits of very different lengths (log-uniform, end-of-sequence tokens ignored, so that every contender
 has the same work) are decoded with the target alone and with the levels: as a stream, in static batches in their order
-of arrival, where a row that reached its limit goes on until its batch has ended, and one by one. What counts are the
-tokens that were asked for, a second. The static batches of one contender are one call of generate each, with the
-batch's largest limit. Contenders take turns; medians over repeats. Ids are compared.
+of arrival, where a row that reached its limit goes on until its batch has ended, one by one, and, if that is named, as
+a stream whose rounds are not captured. What counts are the tokens that were asked for, a second. The static batches of
+one contender are one call of generate each, with the batch's largest limit. With a temperature every request has a
+seed of its own, which batches have not: streams only. Contenders take turns; medians over repeats. Ids are compared.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -30,22 +33,32 @@ import hf_mlspec
 from eval.few import add_quick, limits, require_limits, settle
 from eval.records import machine
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
+from hf_mlspec.integration.stream import rounds
 
-Work = list[tuple[list[int], int]]  # prompt and limit of every request
+Work = list[tuple[list[int], dict[str, Any]]]  # prompt of every request, and its options, of which one is the limit
+_LIMIT = "max_new_tokens"
 Written = tuple[list[list[int]], list[float]]  # new tokens of every request, seconds until it was there
 
 
 def as_stream(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
     begin, new, seconds = time.perf_counter(), [[] for _ in work], [0.0] * len(work)
-    requests = (
-        hf_mlspec.Request(ids, max_new_tokens=limit, id=number) for number, (ids, limit) in enumerate(work)
-    )
+    requests = (hf_mlspec.Request(ids, id=number, **options) for number, (ids, options) in enumerate(work))
     for done in hf_mlspec.generate_stream(model, requests, max_batch=max_batch, assistant_models=levels,
-                                          do_sample=False, eos_token_id=[]):
+                                          eos_token_id=[]):
         if done.error is not None:
             raise done.error
         new[done.id], seconds[done.id] = done.new_tokens, time.perf_counter() - begin
     return new, seconds
+
+
+@contextmanager
+def _not_captured(*_: Any, **__: Any) -> Iterator[None]:
+    yield None
+
+
+def step_by_step(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
+    with mock.patch.object(rounds, "captured", _not_captured):
+        return as_stream(model, levels, work, max_batch)
 
 
 def in_batches(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
@@ -55,9 +68,10 @@ def in_batches(model: PreTrainedModel, levels: list, work: Work, max_batch: int)
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([[0] * (width - len(row)) + row for row, _ in batch], device=model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row, _ in batch], device=model.device)
-        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max(limit for _, limit in batch),
+        longest = max(options[_LIMIT] for _, options in batch)
+        out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=longest,
                              assistant_models=levels, do_sample=False, eos_token_id=[])
-        new += [row[:limit] for row, (_, limit) in zip(out[:, width:].tolist(), batch, strict=True)]
+        new += [row[: options[_LIMIT]] for row, (_, options) in zip(out[:, width:].tolist(), batch, strict=True)]
         seconds += [time.perf_counter() - begin] * len(batch)
     return new, seconds
 
@@ -67,8 +81,10 @@ def one_by_one(model: PreTrainedModel, levels: list, work: Work, max_batch: int)
 
 
 CONTENDERS: dict[str, Callable[[PreTrainedModel, list, Work, int], Written]] = {
-    "stream": as_stream, "static batches": in_batches, "one by one": one_by_one,
+    "stream": as_stream, "static batches": in_batches, "one by one": one_by_one, "step by step": step_by_step,
 }  # fmt: skip
+_ASKED = "stream", "static batches", "one by one"  # where no contender is named
+_SEEDED = "stream", "step by step"  # a seed of every request
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -84,7 +100,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the limits")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="(all but step by step)")
+    parser.add_argument("--temperature", type=float, help="sample with it; streams only (greedy)")
     parser.add_argument("--threads", type=int, default=2)
     add_quick(parser, "6 requests of 2 to 12 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
@@ -93,6 +110,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     many = {"requests": 32, "shortest": 8, "longest": 256, "repeats": 3}
     settle(args, few, many)
     require_limits(parser, args)
+    args.contenders = args.contenders or list(_ASKED if args.temperature is None else _SEEDED)
+    if args.temperature is not None and (others := sorted({*args.contenders} - {*_SEEDED})):
+        parser.error(f"--temperature: {', '.join(others)} have no seed of every request: leave them out")
+    if args.temperature is not None and not args.temperature > 0:
+        parser.error(f"--temperature is {args.temperature}, it must be above 0; leave it out for greedy requests")
     return args
 
 
@@ -107,8 +129,16 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = args.prompts or Path(demo[0]).parent / "prompts.json"
     encoded = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.requests)]
-    work = [(encoded[number % len(encoded)], limit) for number, limit in enumerate(limits(args))]
+    work = [
+        (encoded[number % len(encoded)], _options(number, limit, args.temperature))
+        for number, limit in enumerate(limits(args))
+    ]
     return target, levels or ([] if args.model else [str(demo[1])]), work
+
+
+def _options(number: int, limit: int, temperature: float | None) -> dict[str, Any]:
+    sampled = {} if temperature is None else {"temperature": temperature, "seed": number}
+    return {_LIMIT: limit, "do_sample": temperature is not None, **sampled}
 
 
 def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -124,7 +154,7 @@ def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argpar
                 raise AssertionError(f"{name} with levels {chain} wrote other tokens than {runs[0][0]} without")
             if repeat:
                 times.setdefault((name, tuple(chain)), []).append((max(seconds), statistics.mean(seconds)))
-    tokens = sum(limit for _, limit in work)
+    tokens = sum(options[_LIMIT] for _, options in work)
     return [
         {
             "contender": name, "levels": list(chain), "requests": len(work), "tokens": tokens,
@@ -138,10 +168,12 @@ def measure(target: PreTrainedModel, levels: list[str], work: Work, args: argpar
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table("levels", "contender", "tokens/s", "x static", "mean wait, s")
+    named = {row["contender"] for row in rows}
+    peer = "static batches" if "static batches" in named else "step by step"
+    made = Table("levels", "contender", "tokens/s", "x static" if peer in _ASKED else "x stepwise", "mean wait, s")
     for row in rows:
-        static = next(r for r in rows if r["contender"] == "static batches" and r["levels"] == row["levels"])
-        ratio = row["tokens_per_second"] / static["tokens_per_second"]
+        found = next((r for r in rows if r["contender"] == peer and r["levels"] == row["levels"]), row)
+        ratio = row["tokens_per_second"] / found["tokens_per_second"]
         levels = " > ".join(Path(level).name for level in row["levels"]) or "none"
         made.add_row(levels, row["contender"], f"{row['tokens_per_second']:.1f}", f"{ratio:.2f}",
                      f"{row['mean_wait_seconds']:.2f}")
@@ -154,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     target, levels, work = load(args)
     rows = measure(target, levels, work, args)
     console = Console(width=None if Console().is_terminal else 200)
-    asked = sorted(limit for _, limit in work)
+    asked = sorted(options[_LIMIT] for _, options in work)
     console.print(f"{len(work)} requests of {asked[0]} to {asked[-1]} new tokens, {args.max_batch} at a time")
     console.print(table(rows))
     if args.json:

@@ -17,7 +17,6 @@ import argparse
 import copy
 import json
 import math
-import random
 import sys
 import tempfile
 import time
@@ -29,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
 from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompressor
-from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
+from eval.rotations.texts import drawn_rows, prompts_by_source
+from eval.scored import GREEDY, WINDOW, continued, perplexity, solutions_of, tasks_of, windows_of
 from hf_mlspec.calibration.clip import at_clip
 
 PEER = "gptq of llm-compressor"
@@ -49,8 +49,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="turns of the times, 0: none (%(default)s)")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="of the rotation's signs, and of the samples")
-    parser.add_argument("--calibration", type=Path, help="a text for GPTQ (default: rounding to nearest only)")
-    parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of that text (%(default)s)")
+    parser.add_argument("--calibration", type=Path, nargs="+", metavar="FILE",
+                        help="texts for GPTQ, alike many samples of each; of lines of JSON their questions and "
+                        "answers (default: rounding to nearest only)")
+    parser.add_argument("--samples", type=int, default=32, help=f"of {WINDOW} tokens of these texts (%(default)s)")
     parser.add_argument("--learned", type=Path, metavar="R.bin",
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
@@ -59,6 +61,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help='of 4-bit activations, a line each, "auto" among them (default: one, the method\'s own)')
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl: as many prompts of it are continued, too")
     parser.add_argument("--threads", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--device", default="cpu", help="of models, calibration and measurements (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, help="of the prompts that are continued (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
 
@@ -67,18 +71,11 @@ def learn(args: argparse.Namespace, tokenizer) -> None:
     """Write the file of a rotation, unless it is there."""
     if args.learned.exists():
         return
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(args.device).eval()
     began = time.perf_counter()
-    hf_mlspec.learn_rotation(model, args.learned, calibration=args.calibration, tokenizer=tokenizer,
+    hf_mlspec.learn_rotation(model, args.learned, calibration=drawn_rows(args, tokenizer), tokenizer=tokenizer,
                              samples=args.samples, tokens=WINDOW, seed=args.seed, group_size=args.group_size)
     print(f"learned a rotation in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-
-def drawn_rows(args: argparse.Namespace, tokenizer) -> list[list[int]]:
-    """Windows of the text to calibrate on, for us and for others."""
-    ids = tokenizer(args.calibration.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-    drawn = random.Random(args.seed).sample(range(len(ids) // WINDOW), args.samples)
-    return [ids[index * WINDOW : (index + 1) * WINDOW] for index in sorted(drawn)]
 
 
 def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
@@ -92,7 +89,7 @@ def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
 
 def int4_model(args: argparse.Namespace, name: str, calibration: object, tokenizer) -> nn.Module:
     """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     method, _, given = name.partition(", ")
     options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
@@ -123,24 +120,14 @@ def own_clip(model: nn.Module) -> float:
     return hf_mlspec.precision_switch(model).activation_clip
 
 
-def prompts_by_source(args: argparse.Namespace, tasks: list[dict], tokenizer) -> dict[str, list[torch.Tensor]]:
-    """HumanEval's, and where it is named GSM8K's."""
-    prompts = {"HumanEval": prompts_of(tasks[: args.prompts], tokenizer)}
-    if args.gsm8k is not None:
-        lines = args.gsm8k.read_text(encoding="utf-8").splitlines()[: args.prompts]
-        asked = [{"prompt": f"Question: {json.loads(line)['question']}\nAnswer:"} for line in lines]
-        prompts["GSM8K"] = prompts_of(asked, tokenizer)
-    return prompts
-
-
-def acceptance(model: nn.Module, prompts: list[torch.Tensor], tokens: int) -> dict[str, float]:
+def acceptance(model: nn.Module, batches: list[dict[str, torch.Tensor]], tokens: int) -> dict[str, float]:
     """Of "w4a4" drafts."""
-    _, shares = continued(model, prompts, "w4a4", DRAFT, tokens)
+    _, shares = continued(model, batches, "w4a4", DRAFT, tokens)
     return {"w4a4 accepted / drafted": shares["accepted / drafted"], "accepted / tested": shares["accepted / tested"]}
 
 
 def step_seconds(
-    models: list[nn.Module], ids: torch.Tensor, tokens: int, repeats: int
+    models: list[nn.Module], inputs: dict[str, torch.Tensor], tokens: int, repeats: int
 ) -> list[dict[str, float]]:
     """Of each model by precision, in turns, each time the least of all."""
     best = [dict.fromkeys(PRECISIONS, math.inf) for _ in models]
@@ -149,7 +136,7 @@ def step_seconds(
             for own, model in zip(best, models, strict=True):
                 with hf_mlspec.precision_switch(model).at(precision):
                     began = time.perf_counter()
-                    model.generate(input_ids=ids, max_new_tokens=tokens, **GREEDY, assistant_models=[])
+                    model.generate(**inputs, max_new_tokens=tokens, **GREEDY, assistant_models=[])
                     own[precision] = min(own[precision], (time.perf_counter() - began) / tokens)
     return best
 
@@ -184,9 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     methods = tuple(args.methods or methods)
     if args.learned is not None:
         learn(args, tokenizer)
-        methods += ("quarot+gptq, learned",)
-    calibration = args.calibration or [prompts["HumanEval"][0][0].tolist()]  # rounding to nearest needs none
-    calibration = drawn_rows(args, tokenizer) if args.peer else calibration
+        methods += () if any(", learned" in method for method in methods) else ("quarot+gptq, learned",)
+    nothing = [prompts["HumanEval"][0]["input_ids"][0].tolist()]  # rounding to nearest needs none
+    calibration = drawn_rows(args, tokenizer) if args.calibration else nothing
     made = [int4_model(args, method, calibration, tokenizer) for method in methods]
     models, methods = clipped(args, made, methods)
     if args.peer:

@@ -95,6 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
     parser.add_argument("--outliers", type=int, default=1, help="factor of some channels (%(default)s: none)")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="of models, calibration and scores (%(default)s)")
     parser.add_argument("--json", type=Path, help="file to which each row is added as a line")
     return parser.parse_args(argv)
 
@@ -118,8 +119,9 @@ def dense_perplexity(model: nn.Module, rows: Rows) -> float:
     """As `perplexity`, of a model that its own modules compute."""
     total = 0.0
     for ids, count in zip(*rows, strict=True):
-        logits = model(torch.tensor([ids])).logits[0, -count - 1 : -1].float()
-        chances = logits.log_softmax(-1).gather(1, torch.tensor(ids[-count:])[:, None])
+        row = torch.tensor([ids], device=model.device)
+        logits = model(row).logits[0, -count - 1 : -1].float()
+        chances = logits.log_softmax(-1).gather(1, row[0, -count:, None])
         total -= float(chances.sum(dtype=torch.float64))
     return math.exp(total / sum(rows[1]))
 
@@ -162,6 +164,7 @@ def measured(args: argparse.Namespace, word: str, tokenizer: Any, texts: dict[st
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
     if args.outliers > 1:
         give_outliers(model, args.outliers)
+    model = model.to(args.device)
     if way is not None:
         rows = calibration_rows(args.calibration, tokenizer, args.samples, args.tokens)
         hf_mlspec.quantize(model, way.method, way.format, calibration=rows, **way.options)

@@ -71,7 +71,7 @@ def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any], tuple[str, .
         raise BadLine(f"method is {method!r}, it must be POST")
     if url is None:
         url = CHAT if "messages" in body else COMPLETION
-    if url not in OWN_FIELDS:
+    if not isinstance(url, str) or url not in OWN_FIELDS:
         raise BadLine(f"url is {url!r}, it must be {' or '.join(OWN_FIELDS)}")
     return url, body, ()
 

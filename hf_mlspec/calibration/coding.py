@@ -21,7 +21,7 @@ from .grid import clipped_scales, encode, search
 # Of the mean diagonal. At .01, GPTQ's own, some thousands of tokens of code cost prose more than rounding to nearest.
 DAMPING = 0.1
 CLIP = 0.85  # of a group's largest weight: Atom's, for codes that are rounded to nearest
-_ELEMENTS = 1 << 22  # of a weight in flight: 16 MiB each of a few temporaries
+_ELEMENTS = 1 << 19  # of a weight in flight: 2 MiB each of a few temporaries
 
 
 def factor_of(hessian: Tensor, name: str, damping: float = DAMPING) -> Tensor:

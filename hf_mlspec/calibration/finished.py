@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoints.safetensors_file import checksums
+from ..checkpoints.whole_file import written_whole
 
 _IDENTITY = "calibration.json"
 _REPORT, _CHECKSUMS = "report", "checksums"
@@ -29,14 +30,13 @@ class FinishedBlocks:
         file = self.folder / _IDENTITY
         identity = json.loads(json.dumps(identity))
         if file.exists():
-            _require_same(self.folder, json.loads(file.read_text(encoding="utf-8")), identity)
+            _require_same(self.folder, _stored(file), identity)
             return
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise ValueError(f"work folder {str(self.folder)!r} holds something else: name a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".part")
-        aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-        os.replace(aside, file)
+        with written_whole(file) as aside:
+            aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
 
     def __contains__(self, index: int) -> bool:
         return self._file(index).exists()
@@ -50,20 +50,35 @@ class FinishedBlocks:
                 tensors, told = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): remove it, and its block is done again") from error
-        if checksums(tensors) != json.loads(told[_CHECKSUMS]):
+        try:
+            sums, report = (json.loads((told or {})[name]) for name in (_CHECKSUMS, _REPORT))
+        except (KeyError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): remove it, and its block is done again") from error
+        if checksums(tensors) != sums or not isinstance(report, list):
             raise ValueError(f"{path} is damaged: remove it, and its block is done again")
-        return tensors, json.loads(told[_REPORT])
+        return tensors, report
 
     def write(self, index: int, tensors: dict[str, Tensor], report: list[dict]) -> None:
         """Keep a block; whatever happens while it is written, it is there whole or not at all."""
         file = self._file(index)
-        aside = file.with_suffix(".part")
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, aside, metadata={_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))})
-        os.replace(aside, file)
+        told = {_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))}
+        with written_whole(file) as aside:
+            save_file(whole, aside, metadata=told)
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block_{index:04d}.safetensors"
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    """The identity in a folder's file; ValueError for a damaged one."""
+    try:
+        stored = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}): remove {file.parent}, and all is done again") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{file} is damaged (a {type(stored).__name__}): remove {file.parent}, and all is done again")
+    return stored
 
 
 def _require_same(folder: Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:

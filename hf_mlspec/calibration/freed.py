@@ -6,19 +6,42 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python's mmap does not name
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
+_LARGE = 1 << 22  # bytes: no temporary of a search of scales
+_MOST = 1 << 25  # bytes, up to which glibc raises that threshold by itself
 
 
 def release_free() -> None:
     """Give back what the C library keeps of freed memory (glibc; elsewhere it stays for what comes next). Layers free
     tensors of many sizes, and the gaps that these leave would be as large as a small model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    trim = _of_c_library("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def large_apart() -> Iterator[None]:
+    """While it lasts, tensors of four megabytes and more lie in memory of their own, which goes back to the system as
+    soon as they are freed (glibc; elsewhere nothing changes). Behind it only what glibc never keeps does."""
+    limit = _of_c_library("mallopt")
+    if limit is None:
+        yield
+        return
+    limit(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        limit(_MMAP_THRESHOLD, _MOST)
+
+
+def _of_c_library(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
 
 
 def release_pages(tensors: Iterable[Tensor]) -> None:

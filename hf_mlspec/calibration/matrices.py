@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints.pickles import read_pickle
+from ..checkpoints.whole_file import written_whole
 
 _STREAM, _VALUES = "R1", re.compile(r"model\.layers\.(0|[1-9]\d{0,5})\.self_attn\.R2")
 _MOST_OFF, _EXACT = 0.01, 1e-12  # of R^T R from the identity: bfloat16 rounds by .004
@@ -98,6 +99,5 @@ def write_rotations(file: str | os.PathLike, residual: Tensor, heads: Sequence[T
     held = {_STREAM: residual.detach().cpu().contiguous()}
     for index, matrix in enumerate(heads or ()):
         held[f"model.layers.{index}.self_attn.R2"] = matrix.detach().cpu().contiguous()
-    aside = path.with_name(path.name + ".part")
-    torch.save(held, aside)
-    os.replace(aside, path)
+    with written_whole(path) as aside:
+        torch.save(held, aside)

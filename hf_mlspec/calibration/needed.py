@@ -40,13 +40,13 @@ def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) 
 
 
 def memory_to_rotate(model: nn.Module) -> int:
-    """Bytes beside the model that `rotate` takes, at most: embedding, head or a block, in float32, float64 copies
-    of some rows or columns, and a head of its own."""
+    """Bytes beside the model that `rotate` takes, at most: a weight of a block in float32, or an embedding that is
+    written anew, float64 copies of some rows or columns, and a head of its own."""
     ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    blocks = [list(block.parameters()) for _, block in blocks_of(model)]
-    held = max(sum(weight.numel() for weight in group) for group in (*[[end] for end in ends], *blocks))
-    widest = max(ROWS * max(weight.shape) for group in (ends, *blocks) for weight in group)
-    return 4 * held + _WIDE * 8 * widest + ends[1].nbytes
+    weights = [weight for _, block in blocks_of(model) for weight in block.parameters()]
+    one = max(4 * max(weight.numel() for weight in weights), *(end.nbytes for end in ends))
+    widest = ROWS * max(max(weight.shape) for weight in (*weights, *ends))
+    return one + _WIDE * 8 * widest + ends[1].nbytes
 
 
 def memory_to_learn(model: nn.Module, samples: list[Tensor]) -> int:

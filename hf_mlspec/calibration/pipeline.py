@@ -97,8 +97,8 @@ def calibrate(
     """Pack every dense linear of the blocks that ``plan.kept`` does not name, in place, under ``switch``.
 
     samples: int64 ``[1, tokens]`` each. finished: blocks that are done are taken from there, and others put there.
-    progress: called behind every block. rotated: rotates the next block (`rotate_ends`). ValueError names block and
-    layer; the model is then packed in part.
+    progress: called behind every block. rotated: rotates the next block, in the end the head (`rotate_ends`).
+    ValueError names block and layer; the model is then packed in part.
     """
     blocks, work = blocks_of(model), _Work(model, plan, switch)
     release_pages(model.parameters())
@@ -122,6 +122,8 @@ def calibrate(
                 hidden[place] = run()
         release_free()
         progress(index)
+    if rotated is not None:
+        next(rotated, None)
     return reports
 
 
@@ -159,7 +161,7 @@ class _Work:
         for inputs in seen:
             order = self._order(inputs)
             if order is not None and inputs.hessian is not None:
-                inputs.hessian = inputs.hessian[order[:, None], order]
+                inputs.reorder_hessian_(order)
             if self.plan.method.coding == "gptq":
                 inputs.hessian = factor_of(inputs.hessian, f"{where}.{inputs.names[0]}", self.plan.damping)
             for name in inputs.names:

@@ -26,11 +26,11 @@ from .matrices import GivenRotation, given_rotation
 from .methods import ROTATION
 from .turned_weights import (
     Heads,
+    Turns,
     drawn_signs,
     flip_products,
     fold_gain,
     fold_norms,
-    in_float32,
     put_in_front,
     rotate_residual,
     rotate_rows,
@@ -83,8 +83,8 @@ def rotate(
     and o_proj. Both may be given, as SpinQuant's (`read_rotations`): an orthogonal ``[hidden_size, hidden_size]`` R,
     by which rows x of the residual stream become x R, and for each layer one ``[head_dim, head_dim]``. online: in
     front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the signs. Which matrix a
-    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; a layer, the head or the embedding is
-    held in float32 meanwhile.
+    width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; one of a layer, or some rows, are held in
+    float32 meanwhile.
 
     ValueError, before anything changes, naming the model or the size: an unknown class, layers that are packed or
     rotated already, odd widths, given matrices that do not fit, and with residual norms behind a block (Gemma 2 and
@@ -102,8 +102,8 @@ def rotate_ends(
     model: nn.Module, *, seed: int = 0, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True,
     online: bool = True,
 ) -> tuple[Rotation, Iterator[int]]:  # fmt: skip
-    """`rotate`, of embedding and head; -> what it does, and an iterator that rotates one block after another and gives
-    their numbers. Until its end the model is rotated in part."""
+    """`rotate`, of the embedding; -> what it does, and an iterator that rotates one block after another and gives
+    their numbers, then the head. Until its end the model is rotated in part."""
     require_dense(model, "rotate")
     entry = _require_rotatable(model, residual is not False, "rotate")
     plan = _planned(model, entry, residual, heads, online, "rotate")
@@ -111,39 +111,42 @@ def rotate_ends(
     vars(model)[_IN_PART] = True
     stream = None if plan.residual is None else signs_before(plan.residual, model.config.hidden_size, signs)
     if plan.residual is not None:
-        _rotate_ends(model, entry, plan, stream)
+        _rotate_embedding(model, entry, plan, stream)
     return plan, _rotated_layers(model, entry, plan, stream, signs)
 
 
 def _rotated_layers(
     model: nn.Module, entry: Description, plan: Rotation, stream: Tensor | None, signs: torch.Generator
 ) -> Iterator[int]:
-    count = len(model.get_submodule(entry.layers))
-    for index in range(count):
-        release_free()
-        with torch.no_grad(), in_float32({f"{entry.layers}.{index}": model.get_submodule(entry.layers)[index]}):
+    for index in range(len(model.get_submodule(entry.layers))):
+        with torch.no_grad():
             _rotate_layer(model, entry, plan, index, stream, signs)
-        if index + 1 == count:
-            del vars(model)[_IN_PART]
+        release_free()
         yield index
+    if plan.residual is not None:
+        with torch.no_grad():
+            _rotate_head(model, entry, plan, stream)
+    del vars(model)[_IN_PART]
 
 
 def _rotate_layer(
     model: nn.Module, entry: Description, plan: Rotation, index: int, stream: Tensor | None, signs: torch.Generator
 ) -> None:
-    layer = model.get_submodule(entry.layers)[index]
+    layer, turns = model.get_submodule(entry.layers)[index], Turns()
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
+    names = {parameter: f"{entry.layers}.{index}.{name}" for name, parameter in layer.named_parameters()}
     if plan.residual is not None:
-        fold_norms(layer, entry, parts)
-        rotate_residual(parts, plan.residual, stream)
+        fold_norms(turns, layer, entry, parts)
+        rotate_residual(turns, parts, plan.residual, stream)
     if plan.value is not None:
         how = plan.value[index] if isinstance(plan.value, tuple) else plan.value
-        rotate_values(parts, Heads.of(model, parts), how, signs)
+        rotate_values(turns, parts, Heads.of(model, parts), how, signs)
     if plan.across_heads is not None:
-        put_in_front(layer, entry.linears["o"], plan.across_heads)
+        put_in_front(turns, layer, entry.linears["o"], plan.across_heads)
     if plan.down is not None:
-        flip_products(parts, drawn_signs(parts["down"].weight.shape[1], signs))
-        put_in_front(layer, entry.linears["down"], plan.down)
+        flip_products(turns, parts, drawn_signs(parts["down"].weight.shape[1], signs))
+        put_in_front(turns, layer, entry.linears["down"], plan.down)
+    turns.apply(names)
 
 
 def _without(part: str, action: str) -> str:
@@ -238,22 +241,29 @@ def _fitting(width: int, what: str, part: str, action: str) -> Hadamard:
     return found
 
 
-def _rotate_ends(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
-    """Embedding and head; the head, untied first, takes the gain of the last norm."""
-    head, table = model.get_submodule(entry.head), model.get_submodule(entry.embedding)
+def _rotate_embedding(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
+    """The head is untied first, and goes on reading what the embedding was."""
+    table, turns = model.get_submodule(entry.embedding), Turns()
     if plan.untied:
         separate_head(model)
         _log.warning("rotate: %s has its head tied to its embedding; the head gets a weight of its own, which holds "
                      "the gain of %s", type(model).__name__, entry.final_norm)  # fmt: skip
-    with in_float32({entry.final_norm: (norm := model.get_submodule(entry.final_norm)), entry.head: head}):
-        fold_gain(norm, [head], entry)
-        rotate_rows([head.weight], plan.residual, signs)
-    with in_float32({entry.embedding: table}):
-        rotate_rows([table.weight], plan.residual, signs)
+    rotate_rows(turns, [table.weight], plan.residual, signs)
+    turns.apply({table.weight: f"{entry.embedding}.weight"})
+
+
+def _rotate_head(model: nn.Module, entry: Description, plan: Rotation, signs: Tensor) -> None:
+    """It takes the gain of the last norm, too."""
+    head, turns = model.get_submodule(entry.head), Turns()
+    fold_gain(turns, model.get_submodule(entry.final_norm), [head], entry)
+    rotate_rows(turns, [head.weight], plan.residual, signs)
+    turns.apply({head.weight: f"{entry.head}.weight"})
 
 
 def separate_head(model: nn.Module) -> None:
-    """A weight of its own for a head that shares the embedding's."""
+    """A weight of its own for a head that shares the embedding's. One of 16 bits stays where it is until it, or the
+    embedding, is turned, which is then elsewhere."""
     head = model.get_submodule(KNOWN[type(model).__name__].head)
-    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    own = head.weight.detach() if head.weight.dtype.itemsize == 2 else head.weight.detach().clone()
+    head.weight = nn.Parameter(own, requires_grad=head.weight.requires_grad)
     untie_head(model)

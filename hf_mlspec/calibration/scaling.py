@@ -31,7 +31,7 @@ def best_scales(
     proposals = _awq(inputs, share) if scaling == "awq" else _smooth(weights, inputs, share)
     best, least, chosen = torch.ones_like(inputs.largest), torch.inf, 0.0
     for alpha, scales in proposals:
-        outputs = trial(rows / scales, [weight.float() * scales for weight in weights])
+        outputs = trial(rows / scales, (weight.to(torch.float32, copy=True).mul_(scales) for weight in weights))
         error = sum(
             float((found - output).square().sum(dtype=torch.float64))
             for found, output in zip(outputs, wanted, strict=True)

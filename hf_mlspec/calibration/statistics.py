@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..nn.transforms import TransformedLinear
 
 KEPT_ROWS = 256  # inputs that searches and the summary compare outputs on
+_SOME = 128  # rows or columns of a Hessian
 
 
 @dataclass
@@ -45,6 +46,13 @@ class Inputs:
         if self.hessian is not None:
             wide = x.float()
             self.hessian.addmm_(wide.T, wide)
+
+    def reorder_hessian_(self, order: Tensor) -> None:
+        """Inputs in another order, in the Hessian alone; some rows and columns at a time."""
+        for some in self.hessian.split(_SOME):
+            some.copy_(some[:, order])
+        for some in self.hessian.split(_SOME, 1):
+            some.copy_(some[order])
 
     def divide_(self, scales: Tensor) -> None:
         """As they are when what feeds the layers was divided by ``scales`` ``[in]``."""

@@ -6,7 +6,7 @@ inputs rounded to integers of so many bits where these meet them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,13 @@ from torch import Tensor
 from ..formats import activations, int4, zipper
 from ..formats.zipper import Split
 
-Trial = Callable[[Tensor, list[Tensor]], Iterator[Tensor]]  # inputs [n, in], weights [out, in] -> outputs [n, out]
+Trial = Callable[[Tensor, Iterable[Tensor]], Iterator[Tensor]]  # inputs [n, in], weights [out, in] -> outputs [n, out]
 
 
 def int4_trial(group_size: int, symmetric: bool, bits: int, clip: float = 1.0) -> Trial:
     """Of int4 groups and inputs of 16, 8 or 4 bits."""
 
-    def outputs(rows: Tensor, weights: list[Tensor]) -> Iterator[Tensor]:
+    def outputs(rows: Tensor, weights: Iterable[Tensor]) -> Iterator[Tensor]:
         read = read_as(rows, group_size, bits, clip)
         for weight in weights:
             yield F.linear(read, int4.dequantize(*int4.quantize(weight, group_size, symmetric)))
@@ -33,7 +33,7 @@ def zipper_trial(how: Split, bits: int) -> Trial:
     """Of weights in two parts with one scale a row: the low part meets inputs of so many bits, the high part inputs as
     they are, in bfloat16 (ZipperQuant)."""
 
-    def outputs(rows: Tensor, weights: list[Tensor]) -> Iterator[Tensor]:
+    def outputs(rows: Tensor, weights: Iterable[Tensor]) -> Iterator[Tensor]:
         wide = rows.to(torch.bfloat16).float()
         read = read_as(wide if bits == 16 else rows, zipper.activation_group(rows.shape[-1]), bits)
         for weight in weights:

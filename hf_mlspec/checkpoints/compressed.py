@@ -61,8 +61,8 @@ class CompressedReader:
         schemes = [group["weights"] for group in _schemes(config) if isinstance(group.get("weights"), Mapping)]
         self._zero_points = bool(schemes) and not any(scheme.get("symmetric", True) for scheme in schemes)
         self._act_order = bool(schemes) and all(scheme.get("actorder") == "group" for scheme in schemes)
-        sizes = {scheme.get("group_size") for scheme in schemes}
-        self._size = sizes.pop() if len(sizes) == 1 else None
+        sizes = [scheme.get("group_size") for scheme in schemes]
+        self._size = sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
         self._wrong_mxfp4 = str(config.get("version", "")) == _WRONG_MXFP4
 
     def holds(self, layer: StoredLayer) -> bool:

@@ -21,7 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 def bytes_in(text: str) -> int | None:
     """Bytes that a text says as accelerate's words do: "6GiB", "500 MB", "1024"; None where it says none."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", text.upper())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMG]I?B)?\s*", text.upper())
     return None if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
 
 

@@ -76,9 +76,10 @@ class CachedRows:
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows only. A follower's cache is its leader's business."""
+        moved = [self.lengths[r] for place, r in enumerate(keep) if place != r]
         self.lengths = [self.lengths[r] for r in keep]
         if not self.follow:
-            self.cache.select(keep)
+            self.cache.select(keep, up_to_growth(max(moved, default=0) + 1))
 
     def admit(self, count: int) -> None:
         """Append `count` rows that hold nothing yet. A follower is told after its leader, who grew the cache."""
@@ -87,7 +88,7 @@ class CachedRows:
             self.cache.extend_rows(count)
 
     def shrink(self, slots: int) -> None:
-        """Give memory back where rows of `slots` slots, at least what each holds, need half of what there is."""
+        """Give memory back where rows of `slots` slots, at least what each holds, need a quarter of what there is."""
         if not self.follow:
             self.cache.shrink(slots)
 
@@ -136,30 +137,34 @@ class DecoderCache:
     def _become(self, kv: Tensor) -> None:
         self.kv, self.owned = kv, True
 
-    def select(self, keep: list[int]) -> None:
-        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and the
-        memory of the others stays for `extend_rows`."""
+    def select(self, keep: list[int], slots: int) -> None:
+        """Keep the rows of these indices only, in this order. Only rows that change their place are copied, and of
+        them the first `slots` slots; the memory of the others stays for `extend_rows`."""
         moves = [(place, row) for place, row in enumerate(keep) if place != row]
-        if all(row > place for place, row in moves):  # then none is overwritten before it is read
-            for place, row in moves:
-                self.kv[:, :, place] = self.kv[:, :, row]
+        kv = self.kv[:, :, :, :, :slots]
+        if {row for _, row in moves}.isdisjoint(range(len(keep))) or all(row > place for place, row in moves):
+            for place, row in moves:  # none is overwritten before it is read
+                kv[:, :, place] = kv[:, :, row]
         else:
-            for layer in self.kv:  # the rows that are gathered are there twice
+            for layer in kv:  # the rows that are gathered are there twice
                 layer[:, : len(keep)] = layer[:, keep]
         self.rows = len(keep)
 
     def extend_rows(self, count: int) -> None:
-        """Append `count` rows. What their slots hold is nobody's: a query sees the slots of its own row only, and of
-        them those that were written before it."""
+        """Append `count` rows, and room for half as many again as there were where there is memory for those. What
+        their slots hold is nobody's: a query sees the slots of its own row only, and of them those that were written
+        before it."""
         wanted, (_, _, batch, _, slots, _) = self.rows + count, self.kv.shape
         if wanted > batch:
-            self._become(grown(self.kv, self.rows, [(wanted, slots)], spend=self.owned))
+            sizes = [(rows, slots) for rows in (max(wanted, batch + batch // 2), wanted)]
+            self._become(grown(self.kv, self.rows, sizes, spend=self.owned))
         self.rows += count
 
     def shrink(self, slots: int) -> None:
-        """Copy the rows to memory for `slots` slots of each, where that halves it or better."""
+        """Copy the rows to memory for `slots` slots of each, where that takes a quarter of it or less: rows that leave
+        are followed by others."""
         slots = min(up_to_growth(slots), self.kv.shape[4])
-        if 2 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
+        if 4 * self.rows * slots <= self.kv.shape[2] * self.kv.shape[4]:
             self._become(moved(self.kv, self.rows, self.rows, slots, spend=self.owned))
 
     def load(self, layers: Iterable[Iterable[Tensor]], length: int) -> None:

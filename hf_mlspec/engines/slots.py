@@ -47,10 +47,8 @@ def require_experts(block: ExpertBlock, decoder: str) -> None:
         return
     if experts.format not in EXPERT_FORMATS or experts.is_lent:
         raise UnknownArchitecture(f"its experts are {experts.format}, which the {decoder} decoder does not read")
-    if experts.switch.multiply == "dequant":
-        raise UnknownArchitecture(
-            f"its experts multiply by 'dequant', which the {decoder} decoder does for linears only"
-        )
+    if experts.switch.multiply == "dequant" and decoder == "CUDA":
+        raise UnknownArchitecture("its experts multiply by 'dequant', which the CUDA decoder does for linears only")
 
 
 def order_of(linear: PackedLinear) -> Tensor | None:

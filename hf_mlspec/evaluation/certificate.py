@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checkpoints.whole_file import written_whole
 from ..integration.levels.load import hide_progress_bars, load_causal_lm, read_tokenizer
 from . import certificate_badge as badge
 from .certificate_identity import (
@@ -127,7 +128,8 @@ class Certificate:
         """
         check_place(path)
         text = json.dumps(self._document, indent=1, ensure_ascii=False, allow_nan=False)
-        badge.write_aside(Path(path).resolve(), (text + "\n").encode("utf-8"))
+        with written_whole(Path(path).resolve()) as beside:
+            beside.write_bytes((text + "\n").encode("utf-8"))
 
     def save_badge(self, path: str | os.PathLike[str]) -> None:
         """Put `markdown()` into a model card: it replaces an existing block, otherwise it is appended."""

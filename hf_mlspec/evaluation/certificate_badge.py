@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ..checkpoints.whole_file import written_whole
 
 BEGIN, END = "<!-- mlspec-certificate -->", "<!-- /mlspec-certificate -->"
 
@@ -49,7 +50,8 @@ def place_block(path: str | os.PathLike[str], text: str) -> None:
         after = before + (blank if before else "") + text
     else:
         after = before[:begin] + text.removesuffix(newline) + before[end:]
-    write_aside(file, after.encode("utf-8"))
+    with written_whole(file) as beside:
+        beside.write_bytes(after.encode("utf-8"))
 
 
 def check_place(path: str | os.PathLike[str]) -> str:
@@ -83,22 +85,6 @@ def check_folder(file: str | os.PathLike[str], what: str) -> None:
         raise ValueError(f"{what} is to be written to {str(file)!r}, and that folder does not exist; make it first")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{what} is to be written to {str(file)!r}, and nothing may be written to that folder")
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Write a file under another name in its folder, then rename it: it is there whole, or as it was before."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            os.chmod(temporary, path.stat().st_mode & 0o777)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:

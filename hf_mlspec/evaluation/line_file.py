@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,9 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._out: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - open as long as the lines are written
+        # Not buffered: what could not be written must not come later. Open as long as lines are written.
+        self._out: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._torn = False
         if not self.locks:
             return
         try:
@@ -44,11 +47,22 @@ class LineFile:
             self._out.truncate(length)
 
     def append(self, line: dict[str, Any], *, allow_nan: bool = True) -> str:
-        """Add a line, on disk when this returns (one write, fsync); -> its JSON."""
+        """Add a line, on disk when this returns (one write, fsync); -> its JSON. OSError where that cannot be: then
+        nothing of the line is there, or, where not even that could be had, no other line follows it."""
         text = json.dumps(line, allow_nan=allow_nan)
-        self._out.write(text.encode() + b"\n")
-        self._out.flush()
-        os.fsync(self._out.fileno())
+        if self._torn:
+            raise OSError(errno.EIO, "half a line ends this file, and nothing may follow it: open it again")
+        before = os.fstat(self._out.fileno()).st_size
+        try:
+            left = memoryview(text.encode() + b"\n")
+            while left:
+                left = left[self._out.write(left) :]
+            os.fsync(self._out.fileno())
+        except BaseException:
+            self._torn = True
+            self._out.truncate(before)
+            self._torn = False
+            raise
         return text
 
     def lies_at(self, path: Path) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from time import perf_counter
 
 from transformers import PreTrainedModel
 
@@ -19,7 +19,7 @@ from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
 from ..speculation.deferred import inside
 from ..speculation.fixed_rounds import FixedExpectations
-from ..speculation.fixed_shapes import Captures, FixedController
+from ..speculation.fixed_shapes import Captured, Captures, FixedController
 from ..speculation.memory import LevelCosts, Memory, Openings
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.planning import KeptGraphs
@@ -28,7 +28,7 @@ from ..speculation.stats import SpeculationStats
 from .config import DRAFT_WINDOW, SpeculationConfig
 from .costs.learned import learned_of, write_what_is_due
 from .costs.probe import costs_of, is_due, next_check
-from .known import remember, spared
+from .known import Known, describe, remember, spared
 from .levels.resolve import Level
 from .levels.wiring import Wiring
 
@@ -39,11 +39,11 @@ _RARELY = 0.05
 _TWINS = 2  # times the levels, at most, that a controller knows of: without a draft window and with it
 
 
-def let_choose(wiring: Wiring, levels: list[Level], settings: str, given: Sequence[Any] = ()) -> Chain:
+def let_choose(wiring: Wiring, levels: list[Level], settings: str) -> Chain:
     """The chain of these levels, with a controller for its rounds where nobody named lengths.
 
     settings: what else decides which drafts are kept, such as sampling; what was learned is kept for calls that have
-    the same levels and settings. given: the models and tokenizers that the call named.
+    the same levels and settings.
     """
     chain = wiring.build(levels)
     if wiring.chooses:
@@ -57,16 +57,22 @@ def let_choose(wiring: Wiring, levels: list[Level], settings: str, given: Sequen
         if chain.target.runner.can.capturable:
             shelf = wiring.state.shelved.setdefault(key, Shelf())
             chain.shelving = Shelving(shelf, partial(_outlook, wiring, levels, chain, settings))
-        remember(wiring, levels, chain, key, given)
+        remember(wiring, levels, chain, key)
     return chain
 
 
 def chain_without_levels(
-    wiring: Wiring, levels: Sequence[Any], rows: list[list[int]], new_tokens: int, resolved: Callable[[], list[Level]]
+    wiring: Wiring, rows: list[list[int]] | None, new_tokens: int, resolved: Callable[[], list[Level]]
 ) -> Chain | None:
-    """The chain of a call that may end without its levels, which are then not built; None where they are to be."""
-    found = spared(wiring, levels, rows, new_tokens, resolved)
+    """The chain of a call that may end without its levels, which are then not built; None where they are to be. rows:
+    None for a stream."""
+
+    def choosing(known: Known, chain: Chain) -> Controller:
+        return _controller(wiring, chain, known.key, *known.costs[True], Captured())
+
+    found = spared(wiring, rows, new_tokens, resolved, choosing)
     if found is None:
+        wiring.began = perf_counter()
         return None
     known, chain = found
     if chain.left_off is None:
@@ -86,6 +92,7 @@ def controller_of(
     known = wiring.state.known.get(wiring.asked)
     if known is not None:
         known.costs[captures is not None] = own, told
+        describe(wiring, chain, captures is not None)
         if isinstance(captures, KeptGraphs):
             known.captured = weakref.ref(captures.chain)
     return _controller(wiring, chain, _key(wiring, levels, chain, settings), own, told, captures)

@@ -31,13 +31,13 @@ from ..speculation.rounds.chain import CapturedChain
 from ..speculation.rounds.planning import Planning
 from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
-from ..speculation.shelf import tell_off
+from ..speculation.shelf import decoded, tell_off
 from ..speculation.stats import SpeculationStats
 from . import images
 from .adaptive import chain_without_levels, let_choose, tell_what_never_pays
 from .capture import captured, go_on
 from .config import SpeculationConfig
-from .known import asked_of
+from .known import given_of
 from .levels.resolve import resolve
 from .levels.wiring import Chain, Wiring
 from .processing import Prompts, Stopping, calls_like, split_processors
@@ -156,6 +156,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         chain.shelving.settle(stats)
     elif chain.left_off is not None:
         tell_off(stats, chain.left_off.off_speed)
+        chain.left_off.correct_off(*decoded(stats))
     tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()
@@ -190,10 +191,9 @@ def _filler(settings: GenerationConfig) -> int:
 def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping, state: ModelState) -> Chain:
     config, sampled = SpeculationConfig.of(call.config), "sampled" if call.settings.do_sample else ""
     resolved = partial(resolve, model, call.levels, call.tokenizers, config, state)
-    asked = None
-    if call.watch is None and config.num_draft_tokens is config.confidence_threshold is None:
-        asked = asked_of(call.levels, call.tokenizers, call.tokenizer, config, sampled)
-    levels = None if asked in state.known else resolved()
+    given = None
+    if call.watch is None:
+        given = given_of(call.levels, call.tokenizers, call.tokenizer, config, sampled)
     wiring = Wiring(
         model,
         call.tokenizer,
@@ -205,14 +205,10 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
         ends=frozenset(stop.eos),
         keep_logits=bool(call.settings.output_scores or call.settings.output_logits),
         state=state,
-        asked=asked,
+        given=given,
     )
-    if levels is None:
-        chain = chain_without_levels(wiring, call.levels, prompts.rows, call.new_tokens, resolved)
-        if chain is not None:
-            return chain
-        levels = resolved()
-    return let_choose(wiring, levels, sampled, (*call.levels, *(call.tokenizers or ()), call.tokenizer))
+    chain = chain_without_levels(wiring, prompts.rows, call.new_tokens, resolved)
+    return chain or let_choose(wiring, resolved(), sampled)
 
 
 def _require_memory(model: PreTrainedModel, call: Call, chain: Chain, prompts: Prompts, state: ModelState) -> None:

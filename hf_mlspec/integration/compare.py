@@ -16,6 +16,9 @@ from ..speculation.stats import LevelStats, PlanStats, SpeculationStats
 from .config import SpeculationConfig
 from .request import check_model, check_prompt_rows
 
+# Of the answer that warms up: behind the first two a level could draft, and what passes cost here is measured.
+_WARM_UP = 3
+
 
 @dataclass
 class Difference:
@@ -129,7 +132,8 @@ def compare(
         "stock" is transformers' own loop (a target given to `hf_mlspec.prepare` decodes in ours there too).
     reference_ids: `Item.reference_ids` of an earlier call, used instead of decoding again.
     streamer: receives the chain's tokens as they are committed; batch_size 1 only.
-    warm_up: decode two tokens of the first prompt both ways first, so that the seconds exclude building levels.
+    warm_up: decode three tokens of the first prompt both ways first, so that the seconds exclude building levels, and
+        measuring what passes cost on a machine that does not know.
     on_item: called with each item and the comparison so far: after the chain wrote it, and again once it is compared.
 
     Raises ValueError for no prompts, a prompt without tokens or with too many, and arguments out of range, before
@@ -179,7 +183,7 @@ class _Run:
 
     def warm_up(self, ways: list[dict[str, Any]]) -> None:
         for how in ways:
-            self._generate(self.rows[:1], how, min(2, self.max_new_tokens))
+            self._generate(self.rows[:1], how, min(_WARM_UP, self.max_new_tokens))
 
     def write_with_chain(self, how: dict[str, Any], streamer: _TimedStreamer | None) -> None:
         how = how if streamer is None else {**how, "streamer": streamer}

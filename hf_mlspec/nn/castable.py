@@ -114,6 +114,7 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
             understood.append(name)
         else:
             why = unfit_linear(module, divisor)
+            understood += [name] if is_nested(module) else []  # whose tiles have three axes, too
         why = why or _read_directly(model, name, module)
         if why:
             yield name, why

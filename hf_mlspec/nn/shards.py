@@ -33,6 +33,11 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(getattr(module, "weight", None), DTensor)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, brought together where processes share it: each of them has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor; all of one that is not shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

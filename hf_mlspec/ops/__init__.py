@@ -10,8 +10,16 @@ from __future__ import annotations
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
+from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
-from .experts import dense_expert_rows, int4_expert_rows, mxfp4_expert_rows, route_rows, weighted_rows
+from .experts import (
+    dense_expert_rows,
+    int4_expert_rows,
+    mxfp4_expert_rows,
+    route_rows,
+    weighted_norm_rows,
+    weighted_rows,
+)
 from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
@@ -44,6 +52,7 @@ __all__ = [
     "bitplane_linear",
     "bitplane_sums",
     "choose_rows",
+    "delta_rows",
     "dense_expert_rows",
     "embed_rows",
     "f32_linear",
@@ -86,6 +95,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",
     "unprepack_int4_int8",
@@ -94,6 +104,7 @@ __all__ = [
     "unprepack_nested",
     "unprepack_planes",
     "unprepack_zipper",
+    "weighted_norm_rows",
     "weighted_rows",
     "why_no_cuda_kernels",
     "why_not_compiled",

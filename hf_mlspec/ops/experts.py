@@ -18,6 +18,7 @@ from .dense import _bf16_linear, _f32_linear
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .operator import CACHE_FLOATS, Operands, operator
+from .rows import _rms_norm
 
 
 def rows_of_item(pairs: int, experts: int) -> int:
@@ -60,6 +61,18 @@ def _check_route(given: Operands) -> None:
         given.require_part("bias", torch.float32, (len(router),))
     if not 1 <= given.chosen <= count:
         raise ValueError(f"{given.op}: chosen is {given.chosen}, expected 1 to {count}")
+    groups, seen = given.groups, given.chosen_groups
+    if given.choice_bias is None:
+        if (groups, seen, given.scale) != (1, 1, 1.0):
+            raise ValueError(f"{given.op}: groups and a scale belong to sigmoids, which come with a choice_bias")
+        return
+    given.require_part("choice_bias", torch.float32, (count,))
+    size = count // groups if groups > 0 and count % groups == 0 else 0
+    if not size or not 1 <= seen <= groups or given.chosen > seen * size or (seen < groups and size < 2):
+        raise ValueError(
+            f"{given.op}: {given.chosen} of {count} experts are chosen in {seen} of {groups} groups: groups are "
+            "equally large, of two or more, and those looked at hold as many as are chosen"
+        )
 
 
 def _fake_route(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,30 +84,64 @@ def _fake_route(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @operator(_check_route, _fake_route, composed_on_cpu=True)
+def _route_rows(
+    x: Tensor, router: Tensor, bias: Tensor | None, num_experts: int, chosen: int, renormalize: int,
+    choice_bias: Tensor | None, groups: int, chosen_groups: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits = _f32_linear(x.float(), router.float().contiguous(), bias)
+    routing = logits[:, :num_experts]
+    wide = routing.double()  # elements of a float32 function may round by their place in the tensor
+    if choice_bias is None:
+        experts = _largest(routing, chosen)
+        shares = (wide - wide.gather(1, experts[:, :1])).exp()
+        total = (shares.gather(1, experts) if renormalize else shares).sum(dim=1, keepdim=True)
+    else:
+        shares = wide.sigmoid()
+        experts = _largest(_in_best_groups(shares.float() + choice_bias, groups, chosen_groups), chosen)
+        total = shares.gather(1, experts).sum(dim=1, keepdim=True) + 1e-20 if renormalize else 1.0
+    weights = shares.gather(1, experts) / total * scale
+    if len(router) > num_experts:
+        weights = torch.cat([weights, logits[:, num_experts:].double().sigmoid()], dim=1)
+    weights = torch.where(routing.isnan().any(dim=1, keepdim=True), torch.nan, weights).float()
+    return experts.int().contiguous(), weights, plan_of(experts, num_experts)
+
+
 def route_rows(
-    x: Tensor, router: Tensor, bias: Tensor | None, num_experts: int, chosen: int, renormalize: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, router: Tensor, bias: Tensor | None, num_experts: int, chosen: int, renormalize: int,
+    choice_bias: Tensor | None = None, groups: int = 1, chosen_groups: int = 1, scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x ``[n, hidden]``, router ``[num_experts, hidden]`` or one row more, both float32 or bfloat16, bias float32, one
     a row of the router -> experts int32 ``[n, chosen]``, weights float32 ``[n, chosen]`` or one more, the plan.
 
     Logits are float32 sums. A token goes to the experts of the largest, of equal ones to the lower number; NaN is less
     than all. Weights: softmax over all experts, divided by their sum if renormalize; last the sigmoid of the last
     row's logit, where there is one more. A NaN among a token's logits makes its weights NaN. On a GPU x is bfloat16.
+
+    With choice_bias, float32 ``[num_experts]``, sigmoids of the logits in place of softmax (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2): the largest sums of it and of choice_bias are chosen, in the chosen_groups of the
+    groups whose two largest have the largest sums. Weights: the sigmoids, divided by their sum if renormalize, times
+    scale.
     """
-    logits = _f32_linear(x.float(), router.float().contiguous(), bias)
-    routing = logits[:, :num_experts]
-    order = routing.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    how = num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale
+    return _route_rows(x, router, bias, *how)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Where the `count` largest of each row are, of equal ones the first; NaN is less than all."""
+    order = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.sort(dim=1, descending=True, stable=True).indices
-    last = routing.isnan().gather(1, order).int().sort(dim=1, stable=True).indices
-    experts = order.gather(1, last)[:, :chosen]
-    wide = routing.double()  # elements of a float32 function may round by their place in the tensor
-    shares = (wide - wide.gather(1, experts[:, :1])).exp()
-    total = shares.gather(1, experts) if renormalize else shares
-    weights = shares.gather(1, experts) / total.sum(dim=1, keepdim=True)
-    if len(router) > num_experts:
-        weights = torch.cat([weights, logits[:, num_experts:].double().sigmoid()], dim=1)
-    weights = torch.where(routing.isnan().any(dim=1, keepdim=True), torch.nan, weights).float()
-    return experts.int().contiguous(), weights, plan_of(experts, num_experts)
+    last = values.isnan().gather(1, order).int().sort(dim=1, stable=True).indices
+    return order.gather(1, last)[:, :count]
+
+
+def _in_best_groups(values: Tensor, groups: int, chosen: int) -> Tensor:
+    """-Inf in place of values that are not in the chosen groups, by the sum of the two largest in each."""
+    if chosen == groups:
+        return values
+    own = values.view(len(values) * groups, -1)
+    best = own.gather(1, _largest(own, 2)).sum(dim=1).view(-1, groups)
+    seen = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, chosen), True)
+    return values.where(seen.repeat_interleave(own.shape[1], dim=1), -torch.inf)
 
 
 def _check_rows(given: Operands, count: int, in_features: int, out_features: int) -> None:
@@ -192,6 +239,12 @@ def int4_expert_rows(
     return _by_expert(x, bias, experts, out_features, multiply)
 
 
+def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:
+    """A shared row has the last weight, or, where there are only those of rows, none."""
+    most = weights.shape[1]
+    return most - (shared is not None and not (len(weights) and len(rows) == len(weights) * most))
+
+
 def _check_weighted(given: Operands) -> None:
     given.require_float("rows", CACHE_FLOATS)
     rows, weights = given.rows, given.weights
@@ -201,7 +254,7 @@ def _check_weighted(given: Operands) -> None:
             "width] and [n, chosen]"
         )
     given.require_part("weights", torch.float32, weights.shape)
-    given.require_shape("rows", (len(weights) * (weights.shape[1] - (given.shared is not None)), rows.shape[1]))
+    given.require_shape("rows", (len(weights) * _rows_of_token(rows, weights, given.shared), rows.shape[1]))
     given.require_contiguous("rows")
     if given.shared is not None:
         given.require_part("shared", rows.dtype, (len(weights), rows.shape[1]))
@@ -211,13 +264,31 @@ def _check_weighted(given: Operands) -> None:
           composed_on_cpu=True)  # fmt: skip
 def weighted_rows(rows: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
     """rows ``[n * chosen, width]``, float32 or bfloat16, times weights float32 ``[n, chosen]``, added in float32 in
-    their order -> ``[n, width]`` in the dtype of rows. shared ``[n, width]``: added last, times one weight more. On a
-    GPU rows are bfloat16."""
-    chosen = weights.shape[1] - (shared is not None)
+    their order -> ``[n, width]`` in the dtype of rows. shared ``[n, width]``: added last, times one weight more where
+    there is one, else as it is. On a GPU rows are bfloat16."""
+    chosen = _rows_of_token(rows, weights, shared)
     own = rows.view(len(weights), chosen, -1)
     total = own.new_zeros(len(weights), own.shape[2], dtype=torch.float32)
     for rank in range(chosen):  # a sum over an axis may order its terms by the shape
         total = total + own[:, rank].float() * weights[:, rank, None]
     if shared is not None:
-        total = total + shared.float() * weights[:, chosen, None]
+        total = total + (shared.float() * weights[:, chosen, None] if weights.shape[1] > chosen else shared.float())
     return total.to(rows.dtype)
+
+
+def _check_weighted_norm(given: Operands) -> None:
+    _check_weighted(given)
+    given.require_part("residual", given.rows.dtype, (len(given.weights), given.rows.shape[1]))
+    given.require_float("weight")
+    given.require_shape("weight", given.rows.shape[1:])
+
+
+@operator(_check_weighted_norm, lambda given: (
+    given.residual.new_empty(given.residual.shape), given.residual.new_empty(given.residual.shape)
+), composed_on_cpu=True)  # fmt: skip
+def weighted_norm_rows(
+    rows: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``weighted_rows``, with the same bits -> what is normed, and the sum with residual. On a GPU one
+    kernel, and rows have up to 16,384 columns."""
+    return _rms_norm(weighted_rows(rows, weights, shared), weight, eps, residual)

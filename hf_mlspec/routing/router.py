@@ -9,9 +9,9 @@ The widest score wins where tokens are generated; the softmax weighs prefixes of
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..checkpoints.whole_file import written_whole
 from .blocks import Block, identity_of, shapes_of
 
 WIDTHS = (2, 3, 4, 6, 8)
@@ -88,14 +89,9 @@ class Router(nn.Module):
             "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
             "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
         }  # fmt: skip
-        path = Path(path)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        with written_whole(path) as beside:
             save_file(tensors, beside, {KIND: json.dumps(told)})  # one entry: several have no fixed order
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     @classmethod
     def load(
@@ -156,10 +152,33 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
         raise ValueError(f"{path} is no router: {error}; train one with `mlspec route train`") from error
     if KIND not in told:
         raise ValueError(f"{path} is no router: train one with `mlspec route train`")
-    told = json.loads(told[KIND])
+    told = _said(path, told[KIND])
     if told.get("version") != VERSION:
         raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {VERSION}: upgrade")
+    missing = [name for name, kind in _TOLD.items() if not isinstance(told.get(name), kind)]
+    if missing:
+        raise ValueError(f"{path}: its header says no {', '.join(missing)}: the router is damaged; train it again")
+    if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] < math.inf:
+        raise ValueError(f"{path}: its header says {told['hidden']} hidden units and a temperature of "
+                         f"{told['temperature']}: the router is damaged; train it again")
     require_shapes(str(path), told["shapes"], list(blocks))
+    return told
+
+
+_TOLD = {"widths": list, "hidden": int, "temperature": (int, float), "average": (int, float, type(None)),
+         "model": str, "shapes": dict}  # fmt: skip
+
+
+def _said(path: str | os.PathLike, text: str) -> dict[str, Any]:
+    """What a router's header says; ValueError where that cannot be read."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: its header cannot be read ({error}): the router is damaged; train it again"
+        ) from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path}: its header is a {type(told).__name__}: the router is damaged; train it again")
     return told
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checkpoints.whole_file import written_whole
 from .blocks import Block, average_bits, blocks_of
 from .mixing import Mixture, Prefixes
 from .passes import Routed, recorded
@@ -218,15 +219,10 @@ class _Learner:
 
     def keep(self, checkpoint: str | os.PathLike, steps: list[Step]) -> None:
         """What `resume` goes on from, written beside and renamed."""
-        path = Path(checkpoint)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
         state = {"told": self._told(), "router": self.router.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "steps": [dataclasses.astuple(one) for one in steps]}  # fmt: skip
-        try:
+        with written_whole(checkpoint) as beside:
             torch.save(state, beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
 
     def resume(self, checkpoint: str | os.PathLike | None) -> list[Step]:
         """The steps that a killed run took, with router and optimizer as they were behind them; none without a file.

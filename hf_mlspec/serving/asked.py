@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import secrets
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ _SHARED = {
     "logit_bias", "logprobs", "return_token_ids", "return_levels",
 }  # fmt: skip
 _MAX_STOPS, _MAX_TOP_LOGPROBS = 4, 20
+_LARGEST = sys.float_info.max  # JSON has larger integers
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _number(body: dict[str, Any], name: str, low: float, high: float) -> float |
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
         raise invalid(name, f"{name} is {_shown(value)}, it must be a number")
     return float(_between(name, value, low, high))
 

@@ -131,7 +131,7 @@ def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "messages must be a list with at least one message")
     for place, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        if not isinstance(message, dict) or message.get("role") not in tuple(_ROLES):  # it may be a list
             raise invalid(f"messages[{place}]", f"messages[{place}] must be an object with a role, one of "
                                                 f"{', '.join(sorted(_ROLES))}")
         content = message.get("content")

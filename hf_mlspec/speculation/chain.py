@@ -60,8 +60,8 @@ class Chain:
     steering: that controller at work, in the rounds of the host that were made last. waiting: levels of which
     nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
     that cannot be captured, where lengths are chosen and the target alone can. deferred: the levels, where they are
-    built when a plan first uses them; until then the chain has none. left_off: what was expected of a call that does
-    without them to its end.
+    built when a plan first uses them; until then the chain has none. on_built: told of the first of them then.
+    left_off: what was expected of a call that does without them to its end.
     """
 
     target: Checker
@@ -79,6 +79,7 @@ class Chain:
     waiting: set[int] = field(default_factory=set, init=False)
     shelving: Shelving | None = field(default=None, init=False)
     deferred: Deferred | None = field(default=None, init=False)
+    on_built: Callable[[Drafter], None] | None = field(default=None, init=False)
     left_off: Choice | None = field(default=None, init=False)
 
     @classmethod
@@ -148,10 +149,14 @@ class Chain:
         if self.steering is not None:
             self.steering.settle()
         stats.levels = [replace(count) for count in self.counts]  # kept drafters count anew next time
+        self.count_memory(stats)
+        return stats
+
+    def count_memory(self, stats: SpeculationStats) -> None:
+        """Put the memory of every cache into these counts."""
         stats.target_cache_bytes, *held = held_bytes([self.target.runner, *self.runners])
         for level, count in zip(stats.levels, held or [0] * len(stats.levels), strict=True):
             level.cache_bytes = count
-        return stats
 
 
 def _drafter(part: Part, sampler: Sampler | None, inner: Drafter | None, num_draft_tokens: int) -> Drafter:

@@ -40,8 +40,8 @@ _FIRST_REMEMBERED = 1  # and less where earlier calls told
 _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
-_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than so many times as much
-_LEARNED = 1.5
+_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
+_LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 _JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 
 
@@ -53,10 +53,10 @@ class Controller:
     counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
     leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
-    choice: for the coming rounds.
+    choice: for the coming rounds. to_build: seconds before any level can draft.
     """
 
-    CHOOSING, FIRST_CHOOSING = 0.006, 0.15  # of the time until the next choice, for choosing; of the first choices
+    CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
     TRIAL = 1  # rounds of one of another plan
@@ -73,7 +73,7 @@ class Controller:
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
-        self._remembers, self._granted = memory is not None, False
+        self._remembers, self._granted, self.to_build = memory is not None, False, 0.0
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
@@ -250,7 +250,7 @@ class Controller:
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:
-        """Seconds for trials where rows have joined: in advance, or what earlier calls left, no more than that."""
+        """Seconds for trials where rows have joined: in advance, or what earlier calls left, a few times that."""
         if not any(situation.rooms):  # they wait for the prompt to be read
             return
         batch = len(situation.rooms)
@@ -259,7 +259,8 @@ class Controller:
         if not self._remembers:
             self.memory.spare += seconds
         elif not self._granted:
-            self.memory.spare = min(self.memory.spare, seconds)
+            saved = _SAVED if ahead >= _SAVED_FOR else 1.0
+            self.memory.spare = min(self.memory.spare, saved * seconds)
         self._joined, self._granted = 0, True
 
     def _question(self) -> None:
@@ -312,10 +313,10 @@ class Controller:
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
-        """Whether a trial of `plan` costs no more than may be spent, what its levels read first included. usual:
-        tokens a second of the best plan."""
+        """Whether a trial of `plan`, reading and building included, costs what may be spent. usual: the best speed."""
         (few, least), (all_, most) = [(one, search.lost(plan, one, usual)) for one in self._who_tries(search.batch)]
         self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
+        lost += self.to_build if plan.active else 0.0
         return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _longer(self, best: Plan) -> Plan | None:
@@ -329,8 +330,7 @@ class Controller:
         return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
-        """How much each row drafts: no token that is kept so rarely that the seconds it costs would write more
-        elsewhere."""
+        """How much each row drafts: no token that is kept so rarely that its seconds would write more elsewhere."""
         if not plan.active or search.batch == 1:
             return [plan.most] * search.batch
         limits = search.shared(plan, drafting, self._odds(plan, search.batch))

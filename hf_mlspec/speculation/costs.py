@@ -95,7 +95,7 @@ class PassCosts:
         try:
             lines = {name: tuple(given[name]) for name in ("tokens", "seconds", "spread")}
             return cls(**lines, attention=float(given["attention"]))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"these are no costs of a forward pass: {error!r}") from error
 
 

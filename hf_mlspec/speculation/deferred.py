@@ -41,13 +41,15 @@ class Deferred:
     """Levels that are built when a plan first uses them: calls that stay "off" are spared their engines and caches.
 
     names, kinds: of every level, from the one below the target down. follows: whether the first one drafts in the
-    target's cache. build: builds them; what is wrong with them it raises, as a level that never drafted does.
+    target's cache. build: builds them; what is wrong with them it raises, as a level that never drafted does. seconds:
+    what that is expected to take, where it was not done in this process.
     """
 
     names: list[str]
     kinds: list[Kind]
     follows: bool
     build: Callable[[], Built]
+    seconds: float = 0.0
 
 
 def inside(level: Drafter) -> Drafter:

@@ -41,6 +41,10 @@ class Forecast(Generic[Numbers]):
         """Tokens a second."""
         return self.tokens / self.seconds
 
+    def slower(self, times: float) -> Forecast[Numbers]:
+        """The same where rounds take so many times as long."""
+        return Forecast(self.tokens, times * self.seconds, self.by_costs)
+
     def lost(self, before: float, tokens: int, seconds: float) -> float:
         """Seconds that rounds lost beyond what was expected for their tokens, after one more of so many."""
         return max(before + seconds - _SLACK * self.seconds - tokens / self.speed, 0.0)

@@ -15,6 +15,7 @@ from .plans import TARGET, Cells, Drafting, Plan, Situation, off
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
+_OFF_WEIGHT = 0.5  # of what rounds of "off" took, beside what calls like theirs were expected to take
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class Choice:
     trial: bool = False
     reading: float = 0.0
     switched: bool = False
+
+    def correct_off(self, tokens: int, seconds: float) -> None:
+        """Rounds of "off", which was chosen, brought so many tokens in so long: those of calls that begin with this
+        choice are expected to be nearer to that. A clock that jumps counts as a factor of two."""
+        if tokens and seconds:
+            slower = min(max(seconds * self.off_speed / tokens, 0.5), 2.0) ** _OFF_WEIGHT
+            self.off_speed, self.forecast = self.off_speed / slower, self.forecast.slower(slower)
 
 
 class Search:

@@ -83,19 +83,19 @@ class Shelving:
             self.shelf.spare += _TRIAL_SHARE * stats.seconds
             tell_off(stats, self.expected.off_speed)
         elif self.expected.lost > 0:
-            tokens, seconds = _decoded(stats)
+            tokens, seconds = decoded(stats)
             self.shelf.spare -= max(seconds - tokens / self.expected.off_speed, 0.0)
 
 
 def tell_off(stats: SpeculationStats, off_speed: float) -> None:
     """Count a call without its levels as one of "off". off_speed: tokens a second that were expected of it."""
-    tokens, seconds = _decoded(stats)
+    tokens, seconds = decoded(stats)
     alone, off = PlanStats(rounds=stats.target_passes), tokens / off_speed
     if tokens:
         alone.add(PlanStats(0, stats.target_passes, tokens, seconds, tokens, off, off))
     stats.of_plan("off").add(alone)
 
 
-def _decoded(stats: SpeculationStats) -> tuple[int, float]:
+def decoded(stats: SpeculationStats) -> tuple[int, float]:
     """Tokens behind the first ones of a call, and their seconds."""
     return max(stats.new_tokens - stats.prefill_tokens, 0), stats.seconds - stats.prefill_seconds

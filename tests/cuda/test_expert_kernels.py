@@ -64,6 +64,58 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
         assert rows.max() <= rows_of_item(own.numel(), count)
 
 
+# Experts, chosen, hidden, groups, of which so many are looked at; lanes that are not full, most groups, most experts.
+SIGMOIDS = ((256, 8, 512, 8, 4), (128, 8, 256, 1, 1), (40, 3, 72, 5, 2), (6, 2, 64, 3, 1), (128, 6, 64, 64, 40),
+            (1024, 32, 64, 16, 3))  # fmt: skip
+
+
+@pytest.mark.parametrize("renormalize", [0, 1])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("count", "chosen", "hidden", "groups", "seen"), SIGMOIDS)
+def test_sigmoids_choose_what_plain_torch_chooses(count, chosen, hidden, groups, seen, shared, renormalize):
+    x, router = routed(count, hidden, max(TOKENS), shared)
+    bias = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 0.2).to(DEVICE)
+    how = count, chosen, renormalize, bias, groups, seen, 2.5
+    sums = (x.double() @ router[:count].double().T).sigmoid() + bias.double()
+    best = sums.view(len(x), groups, -1).topk(2, dim=2).values.sum(dim=2).sort(dim=1, descending=True)
+    inside = torch.zeros_like(best.values, dtype=torch.bool).scatter(1, best.indices[:, :seen], True)
+    order = sums.where(inside.repeat_interleave(count // groups, dim=1), -torch.inf).sort(dim=1, descending=True)
+    apart = (order.values[:, :-1] - order.values[:, 1:])[:, :chosen].nan_to_num(1.0).amin(dim=1)
+    if seen < groups:
+        apart = apart.minimum(best.values[:, seen - 1] - best.values[:, seen])
+    firm = apart > 1e-6
+    assert firm.sum() > len(x) // 2
+    poison((len(x), count + 1), (len(x), chosen + 1))
+    experts, weights, plan = ops.route_rows(x, router, None, *how)
+    plain = ops.route_rows(x.cpu(), router.cpu(), None, *how[:3], bias.cpu(), *how[4:])
+    assert torch.equal(experts[firm].long(), order.indices[firm][:, :chosen])
+    assert torch.equal(experts[firm].cpu(), plain[0][firm.cpu()])
+    torch.testing.assert_close(weights[firm].cpu(), plain[1][firm.cpu()], rtol=1e-4, atol=1e-6)
+    assert items_of(plan, experts.numel()) == items_of(plan_of(experts, count), experts.numel())
+    for n in TOKENS:
+        own, own_weights, _ = ops.route_rows(x[:n], router, None, *how)
+        assert torch.equal(own, experts[:n])
+        assert torch.equal(own_weights, weights[:n]), n
+
+
+def test_of_equal_sigmoids_and_groups_the_lower_number_comes_first_and_nan_is_kept_to_its_token():
+    x, router = routed(40, 64, 5)
+    same, bias = router[:1].expand(40, 64).contiguous(), torch.zeros(40, device=DEVICE)
+    experts, weights, _ = ops.route_rows(x, same, None, 40, 7, 1, bias, 5, 2, 1.0)
+    assert torch.equal(experts.cpu(), torch.arange(7, dtype=torch.int32).expand(5, 7))
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 7))
+    before = ops.route_rows(x, router, None, 40, 7, 0, bias, 5, 2, 1.0)
+    x[2, 9] = torch.nan
+    broken = ops.route_rows(x, router, None, 40, 7, 0, bias, 5, 2, 1.0)
+    others = torch.arange(5, device=DEVICE) != 2
+    assert torch.equal(broken[0][others], before[0][others])
+    assert torch.equal(broken[1][others], before[1][others])
+    assert broken[1][2].isnan().all()
+    assert broken[0].min() >= 0
+    assert broken[0].max() < 40
+    assert sum(map(len, items_of(broken[2], 35).values())) == 35
+
+
 def test_of_equal_experts_the_lower_number_comes_first():
     x, router = routed(40, 64, 5)
     same = router[:1].expand(40, 64).contiguous()
@@ -194,19 +246,40 @@ def test_experts_without_tokens_are_not_read(form):
     assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_token_is_summed_in_its_own_order(shared):
+@pytest.mark.parametrize(("shared", "weighed"), [(False, False), (True, True), (True, False)])
+def test_a_token_is_summed_in_its_own_order(shared, weighed):
     rows = torch.randn(300 * 6, 200, device=DEVICE).bfloat16()
-    weights = torch.rand(300, 6 + shared, device=DEVICE)
+    weights = torch.rand(300, 6 + weighed, device=DEVICE)
     beside = torch.randn(300, 200, device=DEVICE).bfloat16() if shared else None
     y = ops.weighted_rows(rows, weights, beside)
+    weights, given = torch.cat([weights, weights.new_ones(300, shared and not weighed)], dim=1), weights
     parts = [*rows.view(300, 6, 200).double().unbind(1), *([beside.double()] if shared else [])]
     exact = sum(part * weights[:, i, None].double() for i, part in enumerate(parts))
     magnitude = sum(part.abs() * weights[:, i, None].double() for i, part in enumerate(parts))
     assert ((y.double() - exact).abs() <= 2.0**-21 * magnitude + 2.0**-8 * exact.abs()).all()
     for n in (1, 9, 33):
-        part = ops.weighted_rows(rows[: n * 6], weights[:n].contiguous(), None if beside is None else beside[:n])
+        part = ops.weighted_rows(rows[: n * 6], given[:n].contiguous(), None if beside is None else beside[:n])
         assert torch.equal(part, y[:n])
+
+
+@pytest.mark.parametrize("width", [64, 2048, 2880, 8000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shared", "weighed"), [(False, False), (True, True), (True, False)])
+def test_summed_and_normed_at_once_it_has_the_same_bits(shared, weighed, dtype, width):
+    rows = torch.randn(40 * 6, width, device=DEVICE).bfloat16()
+    weights = torch.rand(40, 6 + weighed, device=DEVICE)
+    beside = torch.randn(40, width, device=DEVICE).bfloat16() if shared else None
+    residual, weight = torch.randn(40, width, device=DEVICE).bfloat16(), torch.randn(width, device=DEVICE).to(dtype)
+    poison((40, width), (40, width))
+    normed, total = ops.weighted_norm_rows(rows, weights, beside, residual, weight, 1e-6)
+    expected = ops.rms_norm(ops.weighted_rows(rows, weights, beside), weight, 1e-6, residual)
+    assert torch.equal(normed, expected[0])
+    assert torch.equal(total, expected[1])
+    one = None if beside is None else beside[3:4]
+    alone = ops.weighted_norm_rows(rows[18:24], weights[3:4], one, residual[3:4], weight, 1e-6)
+    assert torch.equal(alone[0], normed[3:4])
+    with pytest.raises(ValueError, match=r"weighted_norm_rows: residual has shape \[39, \d+\], expected \[40, \d+\]"):
+        ops.weighted_norm_rows(rows, weights, beside, residual[1:], weight, 1e-6)
 
 
 def test_a_layer_only_enqueues_and_can_be_captured():
@@ -242,14 +315,17 @@ def test_a_layer_only_enqueues_and_can_be_captured():
         ({"x": torch.zeros(3, 72).bfloat16()}, ValueError, r"x has shape \[3, 72\] and router|router has shape"),
         ({"chosen": 7}, ValueError, "chosen is 7, expected 1 to 6"),
         ({"num_experts": 4}, ValueError, "router has 6 rows for num_experts = 4"),
+        ({"choice_bias": torch.zeros(5)}, ValueError, r"choice_bias has shape \[5\], expected \[6\]"),
+        ({"choice_bias": torch.zeros(6), "groups": 65}, ValueError, "chosen_groups is 1 of 65 groups"),
     ],
 )
 def test_operands_of_a_router_that_do_not_fit_are_named(change, error, message):
     zeros = torch.zeros(9, 64).bfloat16()
-    given = {"x": zeros[:3], "router": zeros[:6], "bias": None, "num_experts": 6, "chosen": 2} | change
+    given = {"x": zeros[:3], "router": zeros[:6], "bias": None, "num_experts": 6, "chosen": 2, "renormalize": 0}
+    given |= {"choice_bias": None, "groups": 1} | change
     operands = [value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in given.values()]
     with pytest.raises(error, match=f"route_rows: {message}"):
-        ops.route_rows(*operands, 0)
+        ops.route_rows(*operands, 1, 1.0)
 
 
 def test_operands_of_experts_that_do_not_fit_are_named():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("kernels_are_required")
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_intermediate_size": 64}
 SHAPE |= {"shared_expert_intermediate_size": 96}
 LENGTH = 60
-CLASSES = ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss"]
+CLASSES = ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "glm4-moe", "glm4-moe-groups"]
 
 
 def on_gpu(name: str, **options) -> nn.Module:
@@ -131,6 +131,6 @@ def test_its_own_mxfp4_drafts_for_itself_in_captured_rounds():
         check_captured_chain(packed_on_gpu("gpt-oss", "mxfp4"), levels)
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "glm4-moe-groups"])
 def test_a_captured_step_is_the_step_and_nothing_waits(name):
     check_captured_step(CudaDecoder(on_gpu(name)))

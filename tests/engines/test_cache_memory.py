@@ -70,7 +70,7 @@ def test_what_a_cache_held_is_in_the_one_it_moved_to(way, spend, rows, batch, sl
 @pytest.mark.parametrize(
     ("change", "rows", "slots", "most"),
     [("cache.reserve(4097)", 2, 4096, 450), ("cache.extend_rows(1)", 2, 4096, 450),
-     ("cache.select([1]); cache.shrink(1000)", 1, 1024, 320)],
+     ("cache.select([1], 4096); cache.shrink(1000)", 1, 1024, 320)],
     ids=["slots", "rows", "fewer"],
 )  # fmt: skip
 def test_at_most_one_layer_is_there_twice(change, rows, slots, most):

@@ -118,3 +118,17 @@ def test_slots_of_rows_that_left_are_taken_again():
     one.select([3, 1])
     one.cache.reserve(GROWTH + 1)
     assert one.cache.kv.shape[2] == 2  # more slots are a new tensor anyway: rows that wait are not carried along
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_move_with_their_rows(kind):
+    """Also those of rows that were not fed to their end: who has the length of another reads slots it never wrote."""
+    one = runner(kind)
+    one.start(3, CPU)
+    with ragged_attention_on([MODELS[kind]]), torch.no_grad():
+        one.feed([[5, 6], [7], [8, 9, 10]])
+    one.select([2, 0])
+    assert one.lengths == [3, 2]
+    one.admit(1)
+    one.select([2, 0])
+    assert one.lengths == [0, 3]

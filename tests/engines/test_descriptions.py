@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from decoders import CONFIGS, CPU_CONFIGS, CPU_MIXTURES, HYBRIDS, Lanes, capped, random_model
+from decoders import CONFIGS, CPU_CONFIGS, HYBRIDS, MIXTURES, Lanes, capped, random_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -68,7 +68,7 @@ def differences(model: nn.Module) -> list[float]:
 
 
 def test_every_entry_has_a_model_that_the_decoders_are_compared_with():
-    described = {type(random_model(name, torch.float32)).__name__ for name in (*CPU_CONFIGS, *CPU_MIXTURES, *HYBRIDS)}
+    described = {type(random_model(name, torch.float32)).__name__ for name in (*CPU_CONFIGS, *MIXTURES, *HYBRIDS)}
     assert described == {name for name in KNOWN if hasattr(transformers, name)}
     assert all(name == entry.class_name for name, entry in KNOWN.items())
 
@@ -253,8 +253,7 @@ def test_a_field_that_no_decoder_has_is_refused_by_its_name(describe, field, wor
             decoder(model)
 
 
-NOT_OF_QWEN3 = "mlp", "head_gates"
-ON_GPUS_LATER = [(field, word) for field, words in CPU_WORDS.items() for word in words if field not in NOT_OF_QWEN3]
+ON_GPUS_LATER = [(field, word) for field, words in CPU_WORDS.items() for word in words]
 
 
 @pytest.mark.parametrize(("field", "word"), ON_GPUS_LATER)
@@ -263,16 +262,6 @@ def test_a_word_that_the_decoder_of_the_cpu_alone_has_is_refused_by_the_other(de
     describe(replace(KNOWN["Qwen3ForCausalLM"], **{field: word}))
     CpuDecoder(model)
     with pytest.raises(UnknownArchitecture, match=f"says {field} {word!r}; the compiled decoder of GPUs takes "):
-        CudaDecoder(model)
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_delta_nets_are_refused_by_the_decoder_of_gpus(describe, name):
-    model = random_model(name, torch.float32)
-    with pytest.raises(UnknownArchitecture, match="says head_gates 'behind each query'; the compiled decoder of"):
-        CudaDecoder(model)
-    describe(replace(KNOWN[type(model).__name__], head_gates="none"))
-    with pytest.raises(UnknownArchitecture, match="says delta 'linear_attention'; the compiled decoder of GPUs has "):
         CudaDecoder(model)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoders import CPU_MIXTURES, MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
+from decoders import MIXTURES, PACKED_MIXTURE, Lanes, exact_and_firm, random_model
 from models import packed
 from torch import nn
 from warned import forget_warnings
@@ -21,6 +21,7 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -53,7 +54,7 @@ def some_ids(rows: int = 2, seed: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_within_twice_the_error_of_the_modules(name, dtype):
     """Where no choice of experts hangs on a rounding error; in float32 that is everywhere."""
     model, ids = random_model(name, dtype), some_ids(8)
@@ -68,7 +69,7 @@ def test_within_twice_the_error_of_the_modules(name, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CPU_MIXTURES)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_bits_do_not_depend_on_who_else_visits_an_expert(name, dtype, threads):
     """All at once, one by one, alone in the batch, beside a row of another length, and on any number of threads."""
     model, ids = random_model(name, dtype), some_ids()
@@ -225,6 +226,36 @@ def test_a_shared_expert_in_every_format(format):
     assert float(error.median()) < 0.02
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["dense experts", "int4 experts"])
+def test_int4_that_is_dequantized_first_is_the_model_with_those_dense_weights(experts):
+    """Shared experts and routed ones, whose activations lie as dense kernels read them."""
+    shape = {**PACKED_MIXTURE, "shared_expert_intermediate_size": 64}
+    model, ids = packed(random_model("qwen2-moe", torch.bfloat16, **shape), "int4"), some_ids(8)
+    switch = next(module.switch for module in model.modules() if isinstance(module, PackedLinear))
+    for path, module in list(model.named_modules()) if experts else []:
+        if path.endswith(".experts"):
+            own = PackedExperts.from_module(module, "int4", switch, path, group_size=32)
+            model.set_submodule(path, own.eval())
+    switch.multiply = "dequant"
+    exact, firm = exact_and_firm(model, ids)
+    found = scored_together(model, ids)
+    error = ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1))[firm]
+    assert len(error) > 5
+    assert float(error.median()) < 0.02
+    single = runner_of(model, 2)
+    steps = [single.feed([row[: i + 1] for row in ids[:2].tolist()])[:, 0] for i in range(LENGTH)]
+    assert torch.equal(torch.stack(steps, dim=1), found[:2])
+    switch.multiply = "fused"
+    assert not torch.equal(scored_together(model, ids), found)
+
+
+def test_experts_that_are_dequantized_first_run_by_module_on_a_gpu():
+    model = packed_mixture("qwen3-moe", "int4", group_size=32)
+    model.get_submodule(LAYER).experts.switch.multiply = "dequant"
+    with pytest.raises(UnknownArchitecture, match="its experts multiply by 'dequant', which the CUDA decoder does"):
+        CudaDecoder(model)
+
+
 def test_a_shared_expert_whose_planes_are_streamed_runs_by_module():
     model = random_model("qwen2-moe", torch.float32, **PACKED_MIXTURE, shared_expert_intermediate_size=64)
     packed(model, "planes")
@@ -252,12 +283,6 @@ def test_groups_without_enough_experts_and_a_broken_bias_are_named():
     model.get_submodule(LAYER).gate.e_score_correction_bias[5] = float("nan")
     with pytest.raises(ValueError, match="bias of the router's choice of layer 1 holds NaN or Inf for expert 5"):
         CpuDecoder(model)
-
-
-def test_sigmoids_are_not_yet_those_of_gpus():
-    words = "says scores 'sigmoid' of experts; the compiled decoder of GPUs takes 'softmax'"
-    with pytest.raises(UnknownArchitecture, match=words):
-        CudaDecoder(random_model("glm4-moe", torch.bfloat16))
 
 
 def test_more_experts_a_token_than_there_are_is_one_error():

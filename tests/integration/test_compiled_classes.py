@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import CPU_CONFIGS, CPU_MIXTURES, HYBRIDS, random_model
+from decoders import CPU_CONFIGS, HYBRIDS, MIXTURES, random_model
 from models import alone, packed, prompts, together
 from transformers import PreTrainedModel
 
@@ -29,7 +29,7 @@ HYBRID_MIXTURES = ("qwen3.5-moe", "qwen3-next")
 
 def one_of_each_class() -> list[str]:
     found: dict[str, str] = {}
-    for name, (config, _) in {**CPU_CONFIGS, **CPU_MIXTURES, **HYBRIDS}.items():
+    for name, (config, _) in {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}.items():
         found.setdefault(config.__name__, name)
     return list(found.values())
 
@@ -60,7 +60,7 @@ def test_a_chain_over_a_cast_writes_what_the_target_writes_alone(name):
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "int4"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*CUT, *CPU_MIXTURES, *HYBRID_MIXTURES)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*CUT, *MIXTURES, *HYBRID_MIXTURES)])
 def test_packed_weights_compute_what_their_modules_do(name, weights):
     model = packed(random_model(name, torch.float32, **BLOCKS, **OTHER_WORDS.get(name, {})), weights)
     ids = torch.randint(1, 199, (1, 21), generator=torch.Generator().manual_seed(2))

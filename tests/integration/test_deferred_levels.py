@@ -12,6 +12,8 @@ from hf_mlspec.integration.levels.wiring import Wiring
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.fixed_shapes import FixedController
+from hf_mlspec.speculation.forecast import Forecast
 from hf_mlspec.speculation.plans import Plan, Situation, off
 from hf_mlspec.speculation.search import Choice
 
@@ -155,3 +157,26 @@ def test_a_short_call_in_captured_rounds_does_without_levels_to_its_end(target, 
     assert told.plans["off"].rounds == 8
     write(target, levels, **options)  # one in eight asks again
     assert built[-1] == levels
+
+
+def test_long_calls_in_captured_rounds_do_without_levels_as_long_as_choices_agree(target, built, monkeypatch):
+    def off_again(self: FixedController, situation: Situation) -> Choice:
+        rounds = Forecast(8.0, 1e-3, 1e-3)  # however busy the machine is
+        self.choice = Choice(off(len(self.levels)), [0] * len(situation.rooms), rounds, off_speed=8e3)
+        return self.choice
+
+    monkeypatch.setattr(FixedController, "choose", off_again)
+    monkeypatch.setattr(FixedController, "best_of", off_again)
+    monkeypatch.setattr(Choice, "correct_off", lambda *_: None)
+    options = {"speculation_config": {"engine": "cuda"}, "max_new_tokens": 200}
+    levels, alone = ["early_exit:1"], write(target, [], **{"max_new_tokens": 200})
+    write(target, levels, **options)
+    (chain,) = [one for one in state_of(target).chains if one.planned]
+    asked = []
+    for _ in range(13):
+        chain.choosing_seconds, chain.may_wait = 0.04, 0.05  # little enough to be done in the call, and not little
+        built.clear()
+        assert torch.equal(write(target, levels, **options).sequences, alone.sequences)
+        asked.append(built[-1] == levels)
+    assert {choice.plan.active for choice in chain.first_choices.values()} == {()}
+    assert asked == [True, False, True, *[False] * 3, True, *[False] * 6]

@@ -7,9 +7,11 @@ import torch
 from device_path import OPTIONS, draft, stepwise, target
 from models import prompts
 
+import hf_mlspec
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.program import UNROLLED
+from hf_mlspec.speculation.rounds.steps import Steps
 
 __all__ = ["draft", "target"]
 pytestmark = [
@@ -50,7 +52,7 @@ def test_also_where_plans_are_chosen(target, draft, steps):
 
 
 def test_single_steps_are_captured_when_they_would_have_saved_as_much(target, steps, monkeypatch):
-    """Each call of 2 tokens runs 6 steps for nothing, of 1 second each; capturing takes 14."""
+    """Each call of 2 tokens runs 6 steps for nothing, of 1 second each, as the first one shows; capturing takes 14."""
     captured, capture = set(), RoundGraphs.capture
 
     def first_of(self, program, batch):
@@ -70,4 +72,23 @@ def test_single_steps_are_captured_when_they_would_have_saved_as_much(target, st
         out = target.generate(**INPUTS, **settings, assistant_models=[])
         told.append(list(steps))
         assert torch.equal(out, expected)
-    assert told == [[8], [8], [1, 1], [1, 1]]
+    assert told == [[8], [8], [8], [1, 1]]
+
+
+@pytest.mark.parametrize(("step", "host", "expected"), [(1.0, 0.5, [1, 8, 1, 8]), (1.0, 9.0, [8, 1, 8, 1])])
+def test_rows_of_a_stream_get_their_first_token_early(target, steps, monkeypatch, step, host, expected):
+    """Unless all rows would wait longer for the host, between two rounds more, than those that join wait less."""
+    def known(self, *_):
+        self.chain.step_seconds, self._host = step, host
+
+    for name in ("ended", "waits"):
+        monkeypatch.setattr(Steps, name, known)
+    made = Steps.__init__
+    monkeypatch.setattr(Steps, "__init__", lambda self, chain: (made(self, chain), known(self))[0])
+    rows = [INPUTS["input_ids"][r][INPUTS["attention_mask"][r].bool()].tolist() for r in range(2)]
+    done = list(hf_mlspec.generate_stream(target, rows, max_batch=1, max_new_tokens=9, do_sample=False,
+                                          eos_token_id=[]))
+    assert steps == expected
+    for row, one in zip(rows, done, strict=True):
+        alone = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row), dtype=torch.long)}
+        assert one.sequence == stepwise(target, alone, max_new_tokens=9)[0].tolist()

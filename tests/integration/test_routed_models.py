@@ -113,7 +113,7 @@ def test_widths_differ_between_rows_and_follow_them(model):
     assert all(chosen == seen[0] for chosen in seen)
     engine.start(2, torch.device("cpu"))
     engine.chosen = [[2], [3]]
-    engine.cache.select = lambda keep: None
+    engine.cache.select = lambda keep, slots: None
     engine.select([1, 0])
     assert engine.chosen == [[3], [2]]
     engine.forget(0)

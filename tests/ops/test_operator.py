@@ -72,9 +72,11 @@ SCHEMAS = [
     "Tensor(f!) failed, int level) -> ()",
     "round_window(Tensor tokens, Tensor base, Tensor lengths, Tensor active, int lead, int judged) -> (Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",
-    "route_rows(Tensor x, Tensor router, Tensor? bias, int num_experts, int chosen, int renormalize) -> (Tensor, "
-    "Tensor, Tensor)",
+    "route_rows(Tensor x, Tensor router, Tensor? bias, int num_experts, int chosen, int renormalize, Tensor? "
+    "choice_bias, int groups, int chosen_groups, float scale) -> (Tensor, Tensor, Tensor)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    "weighted_norm_rows(Tensor rows, Tensor weights, Tensor? shared, Tensor residual, Tensor weight, float eps) -> "
+    "(Tensor, Tensor)",
     "weighted_rows(Tensor rows, Tensor weights, Tensor? shared) -> Tensor",
     "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",
     "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",

@@ -172,3 +172,16 @@ def test_while_the_target_reads_the_prompt_nothing_is_chosen(steered):
     assert made == []
     assert (stats.of_plan("off").rounds, stats.of_plan("off").timed) == (1, 0)
     assert rounds(steering, 3, accepted=4)[0] == [4, 4, 4]
+
+
+def test_what_calls_without_levels_took_is_expected_of_the_next_one():
+    """Not at once: one call may have been disturbed."""
+    begun = choice(OFF)
+    for _ in range(12):
+        begun.correct_off(100, 0.25)  # 400 tokens a second, where 1000 were expected
+    assert begun.off_speed == pytest.approx(400.0, rel=0.01)
+    assert begun.forecast.seconds == pytest.approx(0.0025, rel=0.01)
+    assert begun.forecast.by_costs == 0.001
+    begun.correct_off(0, 0.0)
+    begun.correct_off(100, 1e6)
+    assert begun.off_speed > 280.0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from random_rounds import CPU, Plan, play, proposals
 
 from hf_mlspec.speculation.draft import Drafter
+from hf_mlspec.speculation.drafters.agreement import agreed_length
 from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup, SuffixIndex
 
 
@@ -122,3 +123,12 @@ def test_time_per_call_does_not_grow_with_the_row():
 def test_bad_sizes_are_refused_by_name(max_ngram, min_ngram):
     with pytest.raises(ValueError, match=f"min_ngram={min_ngram} and max_ngram={max_ngram}"):
         PromptLookup(max_ngram, min_ngram)
+
+
+@pytest.mark.parametrize(("known", "row", "agreed"), [
+    ([1, 2, 3], [1, 9, 3], 1), ([1, 2, 3], [1, 2, 3, 4], 3), ([1, 2, 3, 4], [1, 2], 2), ([], [1], 0),
+    ([1, *[5] * 30, 7], [2, *[5] * 30, 7], 0),
+])  # fmt: skip
+def test_what_a_row_still_says_is_looked_for_far_back(known, row, agreed):
+    """Other tokens may come back before ones that are the same."""
+    assert agreed_length(known, row) == agreed

@@ -21,14 +21,11 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
-    "head_gates": (("none",), ()),
+    "head_gates": (("none", "behind each query"), ()),
 }
-CPU_WORDS = {
-    "head_norms": ("per rotated head",),
-    "head_gates": ("behind each query",),
-}
+CPU_WORDS = {"head_norms": ("per rotated head",)}
 GATES = ("halves", "clamped pairs")  # of experts
-SCORES = ("softmax", "sigmoid")  # of experts; the decoder of GPUs takes the first
+SCORES = ("softmax", "sigmoid")  # of experts
 WITHOUT_WINDOW = "those without a window"
 
 NORMS = ("attention", "mlp", "attention_out", "mlp_out", "q", "k")
@@ -160,7 +157,7 @@ class Description:
     type": where config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
     head_gates: "behind each query": q computes of every head its query and a gate, by whose sigmoid what the head
     gives is multiplied (Qwen3-Next).
-    delta: layers that are gated delta nets, on the CPU; None: there are none.
+    delta: layers that are gated delta nets; None: there are none.
     sinks: the place in a layer of a logit per head that is part of the softmax, and has no value (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma). embedding_multiplier: a config entry (Granite).
@@ -246,11 +243,6 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
-    if decoder == "cuda" and description.delta is not None:
-        return f"delta {description.delta.kind!r}; the compiled decoder {_OF[decoder]}has none"
-    scores = SCORES[0] if description.experts is None else description.experts.scores
-    if decoder == "cuda" and scores != SCORES[0]:
-        return f"scores {scores!r} of experts; the compiled decoder {_OF[decoder]}takes {SCORES[0]!r}"
     norms, linears = set(description.norms), set(description.linears)
     blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
     if not blocks or len(norms & {"q", "k"}) == 1:

@@ -7,6 +7,7 @@ same list runs through the same ops.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,15 +21,17 @@ from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
 from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
+from ...ops.delta import AT_START
 from ...precision import OWN_BITS, Bits
 from .. import architecture
-from ..architecture import NORMS, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
-from .experts import require_served_experts
+from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
-from .row_bits import BlockBits, Groups, times
+from .row_bits import BlockBits, Groups, at, outside, times
+from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
@@ -51,8 +54,9 @@ class CudaDecoder:
     """A model's layers as calls of ops, on the weights the model has.
 
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
-    what could not be shared so (packed weights whose outputs do not fill their tiles). vocab_size: entries of its
-    logits. dtype: of keys, values and logits. max_positions: the length past which the model's rotation changes for
+    what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep
+    keys and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values
+    and logits. max_positions: the length past which the model's rotation changes for
     the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
     calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
@@ -70,7 +74,9 @@ class CudaDecoder:
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
-        self.vocab_size, self.num_layers = found.sizes.vocab, len(found.blocks)
+        self.vocab_size = found.sizes.vocab
+        self.num_recurrent = sum(block.delta is not None for block in found.blocks)
+        self.num_layers = len(found.blocks) - self.num_recurrent
         self.logit_softcap = found.sizes.logit_softcap
         self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
@@ -80,8 +86,9 @@ class CudaDecoder:
         self._ropes, self._outgrown = [], []
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._final_norm = norm_of(found.final_norm, found, device)
-        self._layers = [read_layer(block, found, device) for block in found.blocks]
+        self._layers = [read_layer(block, found, device, index) for block, index in indexed(found.blocks)]
         self._heads_order = heads_order(found.sizes, device)
+        self._gated_heads = found.sizes.heads * found.sizes.head_dim if found.sizes.gated_heads else 0  # elements
         self._head = joined([found.head], "lm_head")
         nested = isinstance(found.embedding, NestedEmbedding)
         self._embedding = found.embedding.tiles() if nested else found.embedding
@@ -129,44 +136,51 @@ class CudaDecoder:
                 self.positions = positions  # last: other threads look at it
 
     def forward(
-        self,
-        ids: Tensor,
-        starts: Tensor,
-        counts: Tensor,
-        kv: Tensor,
-        *,
-        pick: Tensor | None = None,
-        bits: Bits | BlockBits = OWN_BITS,
-        packing: Packing | None = None,
-        draft_window: int = 0,
-    ) -> Tensor:
+        self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None = None,
+        bits: Bits | BlockBits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
+        states: DeltaStates | None = None, settles: int = AT_START,
+    ) -> Tensor:  # fmt: skip
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
         Token t of row r has position and slot ``starts[r] + t`` and is padding from ``counts[r]`` on (int32
         ``[batch]``, on the device): the caller has reserved those positions and slots. kv: ``new_kv``, or its first
         rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
         packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says; or
-        those of every block. packing: of ids with padding. draft_window: of every layer, as of
-        `ops.ragged_attention`. Only enqueues. ValueError for operands that do not fit.
+        those of every block. packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`.
+        states: of the rows, where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. Only
+        enqueues. ValueError for operands that do not fit.
         """
-        self._require(ids, kv, bits)
+        self._require(ids, kv, bits, states)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
         total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
-        for index, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._attend(layer, normed, kv[index], lanes, _at(bits, 2 * index, normed))
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = self._feed_forward(layer, normed, _at(bits, 2 * index + 1, normed))
+            added = self._feed_forward(layer, normed, at(bits, 2 * number + 1, normed))
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
-        normed, _ = normed_sum(total, added, self._final_norm, eps)
-        return self._head(normed if pick is None else normed.index_select(0, pick), _outside(bits))
+        if states is not None:
+            states.settle(starts, counts, settles)
+        return self._logits(total, added, pick, outside(bits))
+
+    def _mix(
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
+    ) -> Tensor:
+        """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
+        if layer.delta is not None:
+            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+        return self._attend(layer, normed, kv[layer.index], lanes, bits)
+
+    def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
+        normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
+        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
         """Learned embeddings of the positions of a step's tokens; of padding, of any."""
@@ -176,10 +190,11 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor:
-        """What a layer's MLP, or its experts, add."""
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor | ExpertRows:
+        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
-            return layer.experts(normed, self._activation, bits)
+            added = layer.experts(normed, self._activation, bits)
+            return added if layer.mlp_out is None else added.summed()
         return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
@@ -216,16 +231,22 @@ class CudaDecoder:
         norms = layer.q_norm, layer.k_norm, sizes.norm_eps
         if layer.heads_together is not None:
             qkv = normed_together(qkv, *layer.heads_together, sizes.norm_eps)
-        qkv = (qkv if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
+        if self._gated_heads:
+            qkv, gates = qkv.split([qkv.shape[1] - self._gated_heads, self._gated_heads], dim=1)
+        qkv = (qkv.contiguous() if packing is None else qkv.index_select(0, packing.place)).view(batch, width, -1)
         q = ops.rope_write_rows(qkv, *norms, cos, sin, starts, counts, keys, values, sizes.heads)
         scale, softcap = sizes.attention_scale, sizes.attention_softcap
         rule = scale, layer.window, softcap, draft_window
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
-        return times(layer.o, mixed if packing is None else mixed.index_select(0, packing.take), bits)
+        mixed = mixed if packing is None else mixed.index_select(0, packing.take)
+        return times(layer.o, ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed, bits)
 
-    def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits) -> None:
+    def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits, states: DeltaStates | None) -> None:
         sizes = self.sizes
+        if (states is not None) != (self.num_recurrent > 0) or (states is not None and states.rows != len(ids)):
+            given = "none" if states is None else f"those of {states.rows} rows"
+            raise ValueError(f"states are {given}; {self.num_recurrent} layers keep states of {len(ids)} rows")
         if ids.ndim != 2:
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [batch, width]")
         expected = (self.num_layers, 2, len(ids), sizes.kv_heads, kv.shape[4] if kv.ndim == 6 else "slots")
@@ -265,6 +286,11 @@ def require_served(found: Outline) -> None:
     sizes = found.sizes
     if sizes.rotates_pairs and any(block.norms[NORMS.index("q")] for block in found.blocks):
         raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
+    if sizes.delta is not None and (sizes.delta.key_dim % 4 or sizes.delta.value_dim % 4):
+        raise UnknownArchitecture(
+            f"its delta nets have heads of {sizes.delta.key_dim} and {sizes.delta.value_dim} elements, the kernels of "
+            "a GPU take multiples of 4"
+        )
     if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
         raise UnknownArchitecture(
             f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
@@ -283,13 +309,15 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-def _outside(bits: Bits | BlockBits) -> Bits:
-    """What linears read that are in no block."""
-    return bits if isinstance(bits, Bits) else OWN_BITS
 
 
-def _at(bits: Bits | BlockBits, block: int, x: Tensor) -> Bits | Groups:
-    return bits if isinstance(bits, Bits) else bits.at(block, x)
+def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
+    """Every layer, and its number among those that keep what it keeps: keys and values, or a state."""
+    seen = [0, 0]
+    for block in blocks:
+        kind = block.delta is not None
+        yield block, seen[kind]
+        seen[kind] += 1
 
 
 def _plain(linear: JoinedLinear) -> JoinedLinear:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ...formats import CacheFormat
+from ...ops.delta import AT_END, KEEP
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
-from ..rows import DecoderRows
 from .decoder import CudaDecoder, Packing, require_read
 from .row_bits import BlockBits
+from .rows import CudaRows
+from .states import DeltaStates
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
@@ -27,7 +29,7 @@ _LEAST_CHUNK = 256  # where there is no memory for more
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 
-class CudaEngine(DecoderRows):
+class CudaEngine(CudaRows):
     """A CUDA decoder over its rows; over a model on the CPU its ops run there. See `Engine`.
 
     seconds: until the forward passes were launched; the device may still be at them.
@@ -40,6 +42,8 @@ class CudaEngine(DecoderRows):
     def __init__(self, model: nn.Module, decoder: CudaDecoder, **options: Any):
         """options: those of `DecoderRows`."""
         super().__init__(model, decoder, **options)
+        if decoder.num_recurrent:
+            self.can = replace(self.can, stateful=True)
         self.device = decoder.device
         if not decoder.captures(self.bits):
             self.can = replace(self.can, capturable=False)
@@ -60,6 +64,7 @@ class CudaEngine(DecoderRows):
         width = guess.tokens.shape[1] if guess else 0
         reach = max(len(row) + n for row, n, on in zip(rows, lengths, alive, strict=True) if on)
         self._reserve(reach)
+        self._lower(rows)
         lead = self._fill(rows, alive)
         starts = [len(row) - lead if on else 0 for row, on in zip(rows, alive, strict=True)]
         last = [row[-lead:] if on else [] for row, on in zip(rows, alive, strict=True)]
@@ -78,7 +83,7 @@ class CudaEngine(DecoderRows):
         """One forward pass behind what the cache holds, as `Engine.step`; a row whose count is 0 is inactive."""
         self._reserve(max(have + count for have, count in zip(self.lengths, counts, strict=True)))
         starts = [have if count else 0 for have, count in zip(self.lengths, counts, strict=True)]
-        logits = self._forward(tokens.to(self.device, torch.int32), starts, counts, first, kept)
+        logits = self._forward(tokens.to(self.device, torch.int32), starts, counts, first, kept, drafts=True)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return logits
 
@@ -96,7 +101,9 @@ class CudaEngine(DecoderRows):
         missing = [len(row) - min(have, len(row) - 1) for row, have in zip(rows, self.lengths, strict=True)]
         most = max(n for n, on in zip(missing, alive, strict=True) if on)
         # A follower must not write again what its leader wrote.
-        if most <= min(_LEAD, *map(len, going)) and (most == 1 or self.follow is None):
+        few = most <= min(_LEAD, *map(len, going)) and (most == 1 or self.follow is None)
+        if few and self._reaches([len(row) - most if on else have
+                                  for row, on, have in zip(rows, alive, self.lengths, strict=True)]):  # fmt: skip
             return most
         begin = time.perf_counter()
         self._prefill([row[:-1] if on else [] for row, on in zip(rows, alive, strict=True)])
@@ -105,15 +112,22 @@ class CudaEngine(DecoderRows):
 
     def _prefill(self, lines: Rows) -> None:
         """Bring the cache of every row to these tokens; of rows that are not alive there are none."""
-        view = self.bits, self.draft_window
+        view = self.bits, self.draft_window, self._owner.states
         self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
+        if self.states is not None:
+            read = [len(line) - have for line, have in zip(lines, self.lengths, strict=True)]
+            self._settled([len(line) for line in lines], [max(n, 0) for n in read])
 
     def _bits_of_rows(self) -> Bits | BlockBits:
         """What a step of all rows reads."""
         return self.bits
 
-    def _forward(self, ids: Tensor, starts: list[int], counts: list[int], first: list[int], kept: int) -> Tensor:
-        """Float32 logits `[batch, kept, vocab]` of the positions from first[r] on, soft cap applied."""
+    def _forward(
+        self, ids: Tensor, starts: list[int], counts: list[int], first: list[int], kept: int, drafts: bool = False
+    ) -> Tensor:
+        """Float32 logits `[batch, kept, vocab]` of the positions from first[r] on, soft cap applied. drafts: as of
+        `_states`."""
+        states, settles = self._states(starts, counts, drafts)
         begin = time.perf_counter()
         batch, width = ids.shape
         pick = None
@@ -122,8 +136,10 @@ class CudaEngine(DecoderRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
-        view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window}
+        view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window, "states": states, "settles": settles}
         logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
+        if settles != KEEP:
+            self._settled(starts, counts)
         self.forwards += 1
         self.seconds += time.perf_counter() - begin
         return soft_capped(logits.float(), self.decoder.logit_softcap).view(batch, kept, -1)
@@ -140,12 +156,13 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 
 def prefill(
     decoder: CudaDecoder, kv: Tensor, rows: Rows, starts: list[int], bits: Bits | BlockBits = OWN_BITS,
-    draft_window: int = 0,
-) -> int:
+    draft_window: int = 0, states: DeltaStates | None = None,
+) -> int:  # fmt: skip
     """Write keys and values of tokens starts[r] .. of every row into `kv`, whose first rows are these; -> steps run.
 
     Only the rows' own tokens are computed. Rows in order of falling length need the fewest steps. The caller has
-    reserved slots and positions. draft_window: what is written is what levels with one write. Only enqueues.
+    reserved slots and positions. draft_window: what is written is what levels with one write. states: of the rows,
+    which become those behind their tokens. Only enqueues.
     """
     done, steps, most = list(starts), 0, CHUNK
     while busy := [r for r, row in enumerate(rows) if done[r] < len(row)]:
@@ -159,7 +176,8 @@ def prefill(
         operands = int32(padded(ids, width), decoder), int32(begins, decoder), int32(counts, decoder)
         packing = None if min(counts) == width else _packing(counts, width, decoder.device)
         try:
-            how = {"pick": pick, "bits": bits, "packing": packing, "draft_window": draft_window}
+            how = {"pick": pick, "bits": bits, "packing": packing, "draft_window": draft_window, "settles": AT_END}
+            how["states"] = None if states is None else states.part(first, end)
             decoder.forward(*operands, kv[:, :, first:end], **how)
         except RuntimeError as error:
             if most <= _LEAST_CHUNK or not out_of_memory(error):
@@ -169,6 +187,9 @@ def prefill(
             steps += 1
             continue
         most //= 2  # what was written is written again, with the same bits
+        if states is not None:  # some layers' are of more tokens than others'
+            states.part(first, end).forget(range(end - first))
+            done[first:end] = [0] * (end - first)
         torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
     return steps
 

@@ -17,7 +17,8 @@ from ..slots import require_experts
 from .weights import JoinedLinear, joined
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
-_MOST = 1024  # MLSPEC_CUDA_MOST_EXPERTS
+_MOST, _MOST_GROUPS = 1024, 64  # MLSPEC_CUDA_MOST_EXPERTS, MLSPEC_CUDA_MOST_GROUPS
+_MOST_NORMED = 16384  # columns of a row that one kernel sums and norms
 
 
 class DenseExperts:
@@ -54,12 +55,32 @@ class FourBitExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """What the experts of a layer add, before it is summed: as `ops.weighted_rows` takes it."""
+
+    rows: Tensor
+    weights: Tensor
+    shared: Tensor | None
+
+    def summed(self) -> Tensor:
+        """``[n, hidden]``"""
+        return ops.weighted_rows(self.rows, self.weights, self.shared)
+
+    def normed(self, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The RMS norm of the sum with total, and that sum."""
+        if total.shape[1] > _MOST_NORMED:
+            return ops.rms_norm(self.summed(), weight, eps, total)
+        return ops.weighted_norm_rows(self.rows, self.weights, self.shared, total, weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
     router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
     `ops.gated_pairs`, None where gate comes before up. shared: gate and up as one, and down, or (). extra_bytes: of
-    what could not be shared with the model's modules.
+    what could not be shared with the model's modules. sigmoids: bias, groups, chosen groups and scale of
+    `ops.route_rows`, () where experts are chosen by softmax.
     """
 
     router: Tensor
@@ -72,11 +93,12 @@ class ExpertLayer:
     clamp: tuple[float, float] | None
     shared: tuple[JoinedLinear, ...]
     extra_bytes: int
+    sigmoids: tuple
 
-    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> Tensor:
-        """``[n, hidden]`` -> what the experts add, of the same shape. activation: a number of ops.rows.ACTIVATIONS."""
+    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> ExpertRows:
+        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS."""
         how = self.count, self.chosen, int(self.renormalize)
-        experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how)
+        experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
         gate_up = self.up(normed, experts, plan, bits)
         inner = ops.gated(gate_up, activation) if self.clamp is None else ops.gated_pairs(gate_up, *self.clamp)
         rows = self.down(inner, experts, plan, bits)
@@ -84,7 +106,7 @@ class ExpertLayer:
         if self.shared:
             gate_up, down = self.shared
             beside = down(ops.gated(gate_up(normed, bits), activation), bits)
-        return ops.weighted_rows(rows, weights, beside)
+        return ExpertRows(rows, weights, beside)
 
 
 def expert_layer(block: ExpertBlock) -> ExpertLayer:
@@ -98,6 +120,7 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
         router = torch.cat([row.float() if wide else row for row in (router, block.shared_router)])
         bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
         extra_bytes = router.nbytes
+    if block.shared:
         gate_up = joined([block.shared["gate"], block.shared["up"]], "shared gate, up")
         shared = gate_up, joined([block.shared["down"]], "shared down")
     projections = []
@@ -111,14 +134,18 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
             dense = out_major(weight) if block.original.transposed else weight.detach()
             projections.append(DenseExperts(dense, own))
     count, clamp = block.original.num_experts, block.clamp
-    how = count, block.chosen, block.renormalize
-    return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, shared, extra_bytes)
+    how, own = (count, block.chosen, block.renormalize), block.sigmoids
+    sigmoids = () if own is None else (own.bias, own.groups, own.chosen_groups, own.scale)
+    return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, shared, extra_bytes, sigmoids)
 
 
 def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:
     """UnknownArchitecture where the kernels of a GPU do not take the sizes of a layer's experts, or where they lie."""
     if block.original.num_experts > _MOST:
         raise UnknownArchitecture(f"it has {block.original.num_experts} experts a layer, the GPU kernels take {_MOST}")
+    groups = 1 if block.sigmoids is None else block.sigmoids.groups
+    if groups > _MOST_GROUPS:
+        raise UnknownArchitecture(f"it has {groups} groups of experts, the GPU kernels take {_MOST_GROUPS}")
     for key, (_, inputs) in block.original.sizes.items():
         if inputs * 2 % row_bytes:
             raise UnknownArchitecture(f"its experts' {key} has {inputs} inputs, the GPU kernels take multiples of 8")

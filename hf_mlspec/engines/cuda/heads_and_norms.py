@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import ops
 from ...ops.compiled_decoder import Sizes
 from ..architecture import Norm, Outline
+from .experts import ExpertRows
 
 
 class LayerNorm(NamedTuple):
@@ -21,9 +22,14 @@ class LayerNorm(NamedTuple):
 
 
 def normed_sum(
-    total: Tensor, added: Tensor | None, norm: Tensor | LayerNorm | None, eps: float, order: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    total: Tensor, added: Tensor | ExpertRows | None, norm: Tensor | LayerNorm | None, eps: float,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum."""
+    if isinstance(added, ExpertRows):
+        if isinstance(norm, Tensor) and order is None:
+            return added.normed(total, norm, eps)
+        added = added.summed()
     if isinstance(norm, Tensor):
         x, residual = (total, None) if added is None else (added, total)
         if order is None:
@@ -50,9 +56,12 @@ def normed_together(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> 
 
 def heads_order(sizes: Sizes, device: torch.device) -> Tensor | None:
     """int32: where queries, keys and values lie among those of one key head after the other; and of pairs that are
-    rotated the first elements before the second ones, of queries and keys alike, which changes none of their products.
+    rotated the first elements before the second ones, of queries and keys alike, which changes none of their products;
+    and of queries with a gate behind each, those without, the gates behind all values.
     None where all lie as the kernels take them."""
     group, dim, pairs = sizes.heads // sizes.kv_heads, sizes.head_dim, sizes.rotary_dim // 2
+    if sizes.gated_heads:
+        return _gates_last(sizes, device)
     if not sizes.grouped_qkv and not sizes.rotates_pairs:
         return None
     places = torch.arange(sizes.kv_heads * (group + 2) * dim, dtype=torch.int32, device=device)
@@ -65,3 +74,11 @@ def heads_order(sizes: Sizes, device: torch.device) -> Tensor | None:
         pair, rest = turned[:, : 2 * pairs].view(-1, pairs, 2), turned[:, 2 * pairs :]
         places = torch.cat([torch.cat([pair[..., 0], pair[..., 1], rest], dim=1).reshape(-1), values])
     return places.contiguous()
+
+
+def _gates_last(sizes: Sizes, device: torch.device) -> Tensor:
+    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    places = torch.arange(2 * queries + 2 * keys, dtype=torch.int32, device=device)
+    both, others = places.split([2 * queries, 2 * keys])
+    both = both.view(sizes.heads, 2, sizes.head_dim)
+    return torch.cat([both[:, 0].reshape(-1), others, both[:, 1].reshape(-1)]).contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...formats.hadamard import Hadamard
 from ..architecture import Block, Outline
+from .delta import DeltaLayer, delta_layer
 from .experts import ExpertLayer, expert_layer
 from .heads_and_norms import LayerNorm, norm_of
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
@@ -18,13 +19,15 @@ from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer: its linears joined, its norms float32, None where there is none; `rope`: which table.
+    index: of its keys and values, or of the states of its net.
     heads_together: norms over all queries and over all keys, in place of q_norm and k_norm. Orders: of the
     inputs of `qkv`, `gate_up` and `down`, int32 ``[in]``, which the kernel in front of each writes; None for inputs as
     they come. down_rotation: of the inputs of `down`, by the same kernel; a linear has either. experts: in place of
-    `gate_up` and `down`. sinks: of `ops.ragged_attention_rows`."""
+    `gate_up` and `down`. sinks: of `ops.ragged_attention_rows`. delta: in place of `qkv`, `o` and what goes with them.
+    """
 
-    qkv: JoinedLinear
-    o: JoinedLinear
+    qkv: JoinedLinear | None
+    o: JoinedLinear | None
     gate_up: JoinedLinear | None
     down: JoinedLinear | None
     experts: ExpertLayer | None
@@ -42,6 +45,8 @@ class Layer:
     window: int
     rope: int
     sinks: Tensor | None
+    index: int
+    delta: DeltaLayer | None = None
 
     def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
         """Attention and MLP: the first linear, the last, the order of the first one's inputs."""
@@ -50,7 +55,8 @@ class Layer:
     def linears(self) -> list[JoinedLinear]:
         """Those that all tokens go through, but for the head."""
         shared = [] if self.experts is None else self.experts.shared
-        return [one for one in (self.qkv, self.o, self.gate_up, self.down, *shared) if one is not None]
+        nets = [] if self.delta is None else [self.delta.qkvz, self.delta.ba, self.delta.out]
+        return [one for one in (self.qkv, self.o, *nets, self.gate_up, self.down, *shared) if one is not None]
 
 
 def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
@@ -71,7 +77,10 @@ def _mlp(block: Block) -> dict[str, Any]:
     return {**found, "down_rotation": down_rotation, "experts": None}
 
 
-def read_layer(block: Block, found: Outline, device: torch.device) -> Layer:
+def read_layer(block: Block, found: Outline, device: torch.device, index: int) -> Layer:
+    """index: of its keys and values, or of the states of its delta net."""
+    if block.delta is not None:
+        return _delta_layer(block, found, device, index)
     modules = block.modules
     qkv = [modules[name] for name in ("q", "k", "v", "qkv", "qkv_by_head") if name in modules]
     attention, mlp, attention_out, mlp_out, q_norm, k_norm = [norm_of(norm, found, device) for norm in block.norms]
@@ -94,4 +103,22 @@ def read_layer(block: Block, found: Outline, device: torch.device) -> Layer:
         window=block.window,
         rope=block.rope_table,
         sinks=None if block.sinks is None else block.sinks.float().contiguous(),
+        index=index,
+    )
+
+
+def _delta_layer(block: Block, found: Outline, device: torch.device, index: int) -> Layer:
+    attention, mlp, attention_out, mlp_out, *_ = [norm_of(norm, found, device) for norm in block.norms]
+    without = "qkv", "o", "qkv_order", "q_norm", "k_norm", "heads_together", "sinks"
+    return Layer(
+        **dict.fromkeys(without),
+        **_mlp(block),
+        attention_norm=attention,
+        mlp_norm=mlp,
+        attention_out=attention_out,
+        mlp_out=mlp_out,
+        window=0,
+        rope=block.rope_table,
+        delta=delta_layer(block, found.sizes.delta, device, index),
+        index=index,
     )

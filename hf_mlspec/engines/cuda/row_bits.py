@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...precision import Bits
+from ...precision import OWN_BITS, Bits
 
 Multiply = Callable[[Tensor, Bits], Tensor]
 
@@ -71,3 +71,13 @@ def times(linear: Multiply, x: Tensor, bits: Bits | Groups) -> Tensor:
         out = part.new_empty(len(x), part.shape[1]) if out is None else out
         out.index_copy_(0, places, part)
     return out
+
+
+def outside(bits: Bits | BlockBits) -> Bits:
+    """What linears read that are in no block."""
+    return bits if isinstance(bits, Bits) else OWN_BITS
+
+
+def at(bits: Bits | BlockBits, block: int, x: Tensor) -> Bits | Groups:
+    """What the linears of a block read of ``[tokens, in]``."""
+    return bits if isinstance(bits, Bits) else bits.at(block, x)

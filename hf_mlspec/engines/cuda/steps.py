@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from ...nn.plane_source import InGraph, PlaneSource
 from ...nn.state import say_once
+from ...ops.delta import AT_START
 from ...precision import Bits
 from ..built import capturing
 from ..memory import out_of_memory
 from .decoder import CudaDecoder
 from .row_bits import BlockBits
+from .states import DeltaStates
 
 _AFTER = 2  # steps of a shape that run before it is captured: prompts come once, rounds again and again
 _BACKOFF = 4  # as many times more before each further time: to capture a shape takes as long as several steps of it
@@ -64,37 +66,39 @@ class CudaSteps:
 
     def forward(
         self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None,
-        bits: Bits | BlockBits, draft_window: int = 0,
+        bits: Bits | BlockBits, draft_window: int = 0, states: DeltaStates | None = None, settles: int = AT_START,
     ) -> Tensor:  # fmt: skip
         """As `CudaDecoder.forward`; the logits hold until the next step."""
         operands = (ids, starts, counts, *(() if pick is None else (pick,)))
+        how = {"bits": bits, "draft_window": draft_window, "states": states, "settles": settles}
         said = bits if isinstance(bits, Bits) else bits.key
-        shape = (*ids.shape, None if pick is None else len(pick), said, draft_window)
-        step = self._step(shape, operands, kv, bits)
+        shape = (*ids.shape, None if pick is None else len(pick), said, draft_window, settles)
+        step = self._step(shape, operands, kv, how)
         if step is None:
-            return self.decoder.forward(ids, starts, counts, kv, pick=pick, bits=bits, draft_window=draft_window)
+            return self.decoder.forward(ids, starts, counts, kv, pick=pick, **how)
         for fixed, given in zip(step.operands, operands, strict=True):
             fixed.copy_(given)
         step.graph.replay()
         return step.logits
 
-    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits | BlockBits) -> _Step | None:
+    def _step(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, how: dict) -> _Step | None:
         """The graph of a shape that came often enough, over this cache."""
-        if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(bits):
+        if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(how["bits"]):
             return None
         addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
+        addresses += () if how["states"] is None else tuple(tensor.data_ptr() for tensor in how["states"][:3])
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved
             for lost in list(self._steps):
                 self._let_go(lost)
             self._addresses = addresses
         self._seen[shape] += 1
         if shape not in self._steps and self._seen[shape] > _AFTER * _BACKOFF ** self._captured[shape]:
-            self._capture(shape, operands, kv, bits)
+            self._capture(shape, operands, kv, how)
         if shape in self._steps:
             self._steps.move_to_end(shape)
         return self._steps.get(shape)
 
-    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, bits: Bits | BlockBits) -> None:
+    def _capture(self, shape: tuple, operands: tuple[Tensor, ...], kv: Tensor, how: dict) -> None:
         if len(self._steps) == _KEPT:
             self._let_go(next(iter(self._steps)))
         self._captured[shape] += 1
@@ -103,8 +107,7 @@ class CudaSteps:
         results: list[Tensor] = []
 
         def run() -> None:
-            how = {"pick": pick, "bits": bits, "draft_window": shape[-1]}
-            results.append(self.decoder.forward(*fixed[:3], kv, **how))
+            results.append(self.decoder.forward(*fixed[:3], kv, pick=pick, **how))
 
         try:
             graph = recorded(run, self.decoder.device, sources=self.decoder.plane_sources)

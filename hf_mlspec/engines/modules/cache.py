@@ -105,8 +105,9 @@ class RaggedCache(Cache):
         capacity += -capacity % _GROWTH
         super().__init__(layers=[_Lane(capacity, cache_format) for _ in range(num_layers)])
 
-    def select(self, keep: list[int]) -> None:
-        """Keep the rows of these indices only, in this order."""
+    def select(self, keep: list[int], slots: int) -> None:
+        """Keep the rows of these indices only, in this order. slots: that hold something of rows which move; all of
+        them are gathered."""
         for lane in self._written():
             if keep != list(range(len(lane.keys))):
                 index = torch.tensor(keep, dtype=torch.long, device=lane.keys.device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.whole_file import written_whole
 from ...speculation.costs import PassCosts
 
 CACHE_VARIABLE = "MLSPEC_CACHE"
@@ -48,14 +48,8 @@ def write_json(path: Path, said: dict[str, Any]) -> None:
     """Write a file beside its place and rename it. OSError where the folder cannot be written."""
     text = json.dumps(said, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:

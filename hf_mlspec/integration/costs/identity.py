@@ -45,7 +45,12 @@ def model_of(engine: Engine, replayed: bool = False) -> str:
 
 def key_of(engine: Engine, replayed: bool = False) -> str:
     """A name for the costs of this engine's model on this machine."""
-    return _hash([machine_of(engine), model_of(engine, replayed)])
+    return key_of_hash(engine, model_of(engine, replayed))
+
+
+def key_of_hash(engine: Engine, model: str) -> str:
+    """`key_of` of a model with this hash on the machine of `engine`."""
+    return _hash([machine_of(engine), model])
 
 
 def chain_of(target: Engine, replayed: bool, said: object) -> str:

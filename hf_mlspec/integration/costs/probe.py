@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -20,7 +20,7 @@ from ...nn.state import say_once, state_of
 from ...ops import UnreadableLibrary
 from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
 from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
-from .identity import key_of, machine_of, model_of
+from .identity import key_of, key_of_hash, machine_of, model_of
 from .replayed import PASSES, replays
 
 _BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
@@ -79,6 +79,23 @@ def costs_of(
         for engine in engines:
             _check(engine, target, budget=_BUDGET / len(engines), prepare=prepare, replayed=replayed)
     return [_kept(engine, replayed) for engine in engines]
+
+
+def costs_of_hash(
+    target: Engine, model: str, replayed: bool, profile: str | os.PathLike | None = None
+) -> PassCosts | None:
+    """The kept costs of a model beside this target by its hash alone (`identity.model_of`), None where there are none.
+    """
+    given = _given(target, profile) if profile is not None else {}
+    try:
+        return given.get(model) or read(cache_file(key_of_hash(target, model)), machine_of(target)).get(model)
+    except (OSError, NotAProfile):
+        return None
+
+
+def first_check(costs: Iterable[PassCosts]) -> float:
+    """When costs that were just read are to be timed again, by the clock of checks."""
+    return min((Check.of(one).due for one in costs), default=math.inf)
 
 
 def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool) -> None:

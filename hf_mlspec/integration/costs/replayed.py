@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ... import ops
+from ...engines.cuda.decoder import CudaDecoder
+from ...engines.cuda.states import DeltaStates
 from ...engines.cuda.steps import Recording, recorded
 from ...engines.engine import Engine
 from ...engines.memory import out_of_memory
@@ -25,7 +28,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     decoder, bits = engine.decoder, engine.bits
     decoder.reserve_positions(POSITIONS)
     slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
-    kv = new_kv(decoder, 1, slots, engine.kept_in)
+    kv, states = new_kv(decoder, 1, slots, engine.kept_in), _states(decoder)
     graphs: dict[tuple[int, int], tuple[Recording | None, Callable[[], None]]] = {}
 
     def passes(count: int, slots: int) -> Callable[[], None]:
@@ -33,8 +36,10 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         starts, counts = (torch.full((1,), n, dtype=torch.int32, device=decoder.device) for n in (slots, count))
 
         def run() -> None:
+            _begin(states, starts)
             for _ in range(PASSES):
-                ops.choose_rows(decoder.forward(ids, starts, counts, kv, bits=bits), decoder.logit_softcap)
+                logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states)
+                ops.choose_rows(logits, decoder.logit_softcap)
 
         return run
 
@@ -57,3 +62,16 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         torch.cuda.synchronize(decoder.device)
 
     return run
+
+
+def _states(decoder: CudaDecoder) -> DeltaStates | None:
+    """Of the row that is timed."""
+    if not decoder.num_recurrent:
+        return None
+    return DeltaStates.new(decoder.sizes.delta, decoder.num_recurrent, 1, decoder.dtype, decoder.device)
+
+
+def _begin(states: DeltaStates | None, starts: Tensor) -> None:
+    """They count as those behind so many tokens, whatever comes out: the cost is the same."""
+    if states is not None:
+        states.marks.copy_(starts)

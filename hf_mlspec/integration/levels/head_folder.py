@@ -97,7 +97,7 @@ def _check_sizes(folder: HeadFolder) -> None:
 
 
 def _speculators(path: str, said: dict[str, Any]) -> HeadFolder:
-    layer = dict(said["transformer_layer_config"])
+    layer = {**said["transformer_layer_config"]}
     config = _layer_config(path, layer.pop("model_type", "qwen3"), layer)
     flags = {
         name: bool(said.get(name)) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

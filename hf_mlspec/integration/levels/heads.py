@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -11,6 +14,8 @@ from ...engines.modules.tapping import layers_of
 from ...nn.cast import Cast
 from ...nn.castable import has_dense_weight
 from ...nn.head import EagleHead, RopeTables
+from ...nn.hooks import own_tensor
+from ...nn.shards import whole
 from ..request import vocab_size
 from .head_folder import HeadFolder, read_head_folder, read_tensors, targets_of
 
@@ -30,11 +35,13 @@ _OF_TARGET = ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight", "verifier_l
 
 
 def load_head(target: nn.Module, path: str, cast: dict | None) -> EagleHead:
-    """The head of a folder for this target, in its dtype and on its device. cast: options of `direct_cast` for the
-    linears of the head; None leaves them as they are.
+    """The head of a folder or hub name for this target, in its dtype and on its device. cast: options
+    of `direct_cast` for the linears of the head; None leaves them as they are.
 
     ValueError, naming the folder, for a head of another target, a kind that is not read, and damaged files.
     """
+    if not Path(path).is_dir():
+        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors"])
     folder = read_head_folder(path)
     _check_target(target, folder)
     taps = folder.taps if folder.taps is not None else folder.default_taps(len(layers_of(target)))
@@ -129,10 +136,11 @@ def _output_rows(target: nn.Module, tensors: dict[str, Tensor], targets: Tensor 
     """The head's output weight: its own, or those rows of the target's that it drafts."""
     if "lm_head.weight" in tensors:
         return tensors["lm_head.weight"]
-    weight = getattr(target.get_output_embeddings(), "weight", None)
-    if weight is None or folder.config.hidden_size != folder.target_hidden or weight.ndim != 2:
+    outputs = target.get_output_embeddings()
+    weight = own_tensor(outputs, "weight") if hasattr(outputs, "weight") else None
+    if weight is None or weight.is_meta or folder.config.hidden_size != folder.target_hidden or weight.ndim != 2:
         raise ValueError(f"the head in {folder.path!r} has no lm_head.weight, and the target's cannot stand for it")
-    weight = weight.detach().cpu()
+    weight = whole(weight.detach()).cpu()
     return weight if targets is None else weight[targets]
 
 
@@ -159,7 +167,6 @@ def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], f
     """The target's own table, unless the folder holds another one."""
     table, width = target.get_input_embeddings(), folder.config.hidden_size
     stored = tensors.get("embed_tokens.weight")
-    weight = getattr(table, "weight", None)
     if stored is None:
         if width != folder.target_hidden:
             raise ValueError(
@@ -174,8 +181,8 @@ def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], f
         )
     _check_values("embed_tokens.weight", stored, folder.path)
     stored = stored.to(head.dtype)
-    same = type(table) is nn.Embedding and weight.shape == stored.shape and torch.equal(weight.detach().cpu(), stored)
-    if same:
+    weight = own_tensor(table, "weight").detach() if type(table) is nn.Embedding else None
+    if weight is not None and weight.shape == stored.shape and torch.equal(whole(weight).cpu(), stored):
         head.share_embedding(table)
     else:
         head.embed_tokens = nn.Embedding.from_pretrained(stored)

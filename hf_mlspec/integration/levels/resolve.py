@@ -232,9 +232,19 @@ def _from_word(
             return load_head(target, word.path, cast), None
         return load_level(target, word.path, cast)
 
-    model, tokenizer = _keep(state, key if word.cast else (text,), lambda: (place.device, target.dtype), load)
+    def made_for() -> tuple:
+        """What a loaded level depends on: a head also on the tables that it shares."""
+        return place.device, target.dtype, *(_tables(target) if is_head_folder(word.path) else ())
+
+    model, tokenizer = _keep(state, key if word.cast else (text,), made_for, load)
     name = Path(word.path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
+
+
+def _tables(target: nn.Module) -> tuple:
+    """Which embedding and which output layer a target has now: others after it was resized."""
+    both = target.get_input_embeddings(), target.get_output_embeddings()
+    return tuple((id(table), tuple(getattr(getattr(table, "weight", None), "shape", ()))) for table in both)
 
 
 def _precision(word: Word, config: SpeculationConfig) -> Precision | None:

@@ -11,6 +11,7 @@ from transformers.generation import LogitsProcessorList
 from ...speculation.row_sampling import RowRule, RowSampler
 from ...speculation.sampling import Sampler
 from ..config import SpeculationConfig
+from ..costs.known_file import Given
 from .wiring import Wiring
 
 
@@ -21,8 +22,9 @@ class RowWiring(Wiring):
     """
 
     def __init__(
-        self, target: PreTrainedModel, tokenizer, config: SpeculationConfig, rules: list[RowRule], capacity: int
-    ):
+        self, target: PreTrainedModel, tokenizer, config: SpeculationConfig, rules: list[RowRule], capacity: int,
+        given: Given | None = None,
+    ):  # fmt: skip
         super().__init__(
             target,
             tokenizer,
@@ -31,6 +33,7 @@ class RowWiring(Wiring):
             prompts=None,
             capacity=capacity,
             keep_logits=False,
+            given=given,
         )
         self.rules = rules
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers.generation import LogitsProcessorList
@@ -39,6 +41,9 @@ from .lower_precision import drafting_defaults, require_engine
 from .resolve import Level
 from .vocabulary import require_target_tokenizer, same_vocabulary
 
+if TYPE_CHECKING:
+    from ..costs.known_file import Given
+
 
 @dataclass
 class _Above:
@@ -52,8 +57,8 @@ class _Above:
 class Wiring:
     """Builds the chain of one call of generate.
 
-    seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it. asked: what
-    tells its levels from those of other calls, None where that says too little (integration/known.py).
+    seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it. given: what
+    the call was given, where its levels may be known (integration/known.py). began: when building the levels did.
     """
 
     def __init__(
@@ -69,13 +74,14 @@ class Wiring:
         ends: frozenset[int] = frozenset(),
         keep_logits: bool = True,
         state: ModelState | None = None,
-        asked: tuple | None = None,
+        given: Given | None = None,
     ):
         self.config, self.seed, self.processors, self.prompts = config, seed, processors, prompts
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
-        self.state, self.asked = state or state_of(target), asked
+        self.state, self.given, self.asked = state or state_of(target), given, given and given.asked
+        self.began = perf_counter()
 
     def build(self, levels: list[Level]) -> Chain:
         """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a

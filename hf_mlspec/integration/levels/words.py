@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
@@ -19,6 +21,7 @@ SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as o
 # Views of the target by the word in front of their number, and what that counts.
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
 _HEAD_CLASS = "Eagle3"  # in the names of all classes of such heads
+_CONFIGS: dict[str, Path] = {}  # of hub names that were asked for
 _OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
 
 
@@ -60,7 +63,7 @@ def parse_level(text: str) -> Word:
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
     hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name or (path and Path(path).is_dir()) or is_gguf(path):
+    if hub_name or _is_there(path):
         return Word("load", path=path, cast=cast)
     words = _words()
     if len(parts := [part for part in SEPARATORS.split(text) if part]) > 1:
@@ -70,19 +73,45 @@ def parse_level(text: str) -> Word:
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
 
 
+def _is_there(path: str) -> bool:
+    """Whether a text names a folder, or a GGUF file; most texts are no path, and some could be none."""
+    try:
+        return bool(path) and (Path(path).is_dir() or is_gguf(path))
+    except OSError:  # too long for a name
+        return False
+
+
 def is_head_folder(path: str) -> bool:
-    """Whether a folder's config.json is of a head that drafts with its target's hidden states, read here or not."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
+    """Whether the config.json of a folder or hub name is of a head that drafts with its target's hidden states, read
+    here or not."""
+    file = _config_file(path)
+    if file is None:
         return False
     try:
         said = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return False  # whoever loads a model from it says what is wrong
     if not isinstance(said, dict):
         return False
-    names = said.get("architectures") or []
+    names = said.get("architectures")
+    names = names if isinstance(names, list) else []
     return "speculators_model_type" in said or any(_HEAD_CLASS in str(name) for name in names)
+
+
+def _config_file(path: str) -> Path | None:
+    """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return file
+    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return None
+    if path not in _CONFIGS:
+        quiet = ("missing_entries", "connection_errors", "gated_repo")
+        found = cached_file(path, "config.json", **{f"_raise_exceptions_for_{what}": False for what in quiet})
+        if found is None:
+            return None  # whoever loads it says why
+        _CONFIGS[path] = Path(found)
+    return _CONFIGS[path]
 
 
 def _is_cast(text: str) -> bool:

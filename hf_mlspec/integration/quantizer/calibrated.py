@@ -22,6 +22,7 @@ from ...calibration.clip import at_clip, best_clip, clip_divergences
 from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
+from ...calibration.freed import large_apart
 from ...calibration.matrices import read_rotations
 from ...calibration.methods import ROW_SCALED, clip_of, format_of, method_for
 from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
@@ -96,7 +97,8 @@ def quantize(
     record = _record(plan, rows, seed, given)
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
-    layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
+    with large_apart():
+        layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
     record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)

@@ -184,9 +184,35 @@ def _flush(staged: Path) -> None:
 def _take_places(staged: Path, folder: Path) -> None:
     # Weights first, config.json last: a load in between sees weights that do not fit, not a half model.
     new = sorted(staged.iterdir(), key=lambda file: (file.name == "config.json", ".safetensors" not in file.name))
-    for file in new:
-        os.replace(file, folder / file.name)
+    before, placed = Path(tempfile.mkdtemp(prefix="before-", dir=staged)), []
+    try:
+        for file in new:
+            was_there = _keep(folder / file.name, before)
+            os.replace(file, folder / file.name)
+            placed.append((file.name, was_there))
+    except BaseException:
+        for name, was_there in reversed(placed):
+            _put_back(folder / name, before / name, was_there)
+        raise
     _remove_stale({file.name for file in new}, folder)
+
+
+def _keep(file: Path, before: Path) -> bool:
+    """Give a file that is about to be replaced a second name; whether there is one. Where a file system has no second
+    names, there is no way back."""
+    if not file.exists():
+        return False
+    with suppress(OSError):
+        os.link(file, before / file.name)
+    return True
+
+
+def _put_back(file: Path, kept: Path, was_there: bool) -> None:
+    with suppress(OSError):
+        if kept.exists():
+            os.replace(kept, file)
+        elif not was_there:
+            file.unlink()
 
 
 def _remove_stale(new: set[str], folder: Path) -> None:

@@ -14,8 +14,12 @@ class Origins:
     """
 
     def __init__(self, drafter: Drafter | None) -> None:
-        self.drafter = drafter
         self._checks: list[tuple[list[int], list[bool]]] = []  # of the round: per row accepted, and whether checked
+        self.watch(drafter)
+
+    def watch(self, drafter: Drafter | None) -> None:
+        """The level below the target has come."""
+        self.drafter = drafter
         if isinstance(drafter, CheckedDrafter):
             drafter.checker.on_check = self._saw
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 
 _STEP = 16  # tokens; a chunk is a multiple of it
-_FIRST = 64  # tokens, until a chunk was timed
 _SHARE = 1.25  # of a round's time that a chunk may take: a gap of 2.25 rounds, with room for one that takes longer
 _ROUNDS = 15  # the last ones, whose median counts
 
@@ -30,9 +29,9 @@ class Pace:
     def chunk(self) -> int:
         """Tokens of the next chunk beside running rows."""
         if not self._tokens or not self._rounds:
-            return min(_FIRST, self.most)
+            return min(_STEP, self.most)
         fitting = self._tokens * _SHARE * statistics.median(self._rounds) / max(self._seconds, 1e-9)
-        fitting = min(fitting, 2 * max(self._tokens, _FIRST))  # costs change with the number of tokens
+        fitting = min(fitting, 2 * max(self._tokens, _STEP))  # costs change with the number of tokens
         return min(max(int(fitting) // _STEP * _STEP, _STEP), self.most)
 
     @contextmanager

@@ -174,7 +174,7 @@ class StreamRounds:
             self._too_long = longest
             return None
         loop = self._loop(found)
-        loop.rounds.noise = partial(_noise, self._live)
+        loop.rounds.noise, loop.rounds.steps.soon = partial(_noise, self._live), True
         return loop
 
     def _on_host(self, rows: Sequence[Admitted]) -> Loop:
@@ -214,6 +214,13 @@ class StreamRounds:
         return () if self.chain.steering is None else self.chain.steering.active
 
 
+def closed_up(rows: list[int]) -> list[int]:
+    """These rows with the last ones in the places of those that are missing: the others stay where they are."""
+    kept = set(rows)
+    last = iter(sorted((r for r in kept if r >= len(kept)), reverse=True))
+    return [place if place in kept else next(last) for place in range(len(kept))]
+
+
 def _samples(one: Admitted) -> bool:
     """Whether the row has noise."""
     return one.rule.seed is not None
@@ -240,7 +247,7 @@ def _leave_out(chain: Chain, failures: list[str], error: Exception) -> None:
 
 def _without_levels(chain: Chain) -> None:
     """The levels draft no more, and hold no memory."""
-    chain.drafter = chain.controller = chain.steering = None
+    chain.drafter = chain.controller = chain.steering = chain.deferred = None
     for runner in filter(None, chain.runners):
         runner.cache = None
     chain.runners = [None] * len(chain.runners)

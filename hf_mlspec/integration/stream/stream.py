@@ -16,29 +16,27 @@ from transformers import PreTrainedModel
 
 from ...engines.modules.attention import ragged_attention_on
 from ...engines.prefixes import bytes_of
-from ...engines.rows import held_bytes, require_memory
+from ...engines.rows import require_memory
 from ...nn.adapters import without_wrapper
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
 from ...speculation.row_sampling import RowRule
 from ...speculation.stats import LevelStats, SpeculationStats
-from ..adaptive import let_choose, tell_what_never_pays
+from ..adaptive import tell_what_never_pays
 from ..call import keep_stats
 from ..config import SpeculationConfig
-from ..levels.resolve import resolve
-from ..levels.row_wiring import RowWiring
 from ..levels.vocabulary import require_target_tokenizer
 from ..levels.wiring import Chain
 from ..request import check_target, vocab_size
 from .arrivals import Arrivals
+from .chain import FIRST_CAPACITY, chain_of
 from .events import NewTokens
 from .prompts import PREFILL_CHUNK, LongPrompts, chunk_of
 from .request import Admitted, Completion, Preparation, Request
-from .rounds import StreamRounds
+from .rounds import StreamRounds, closed_up
 from .telling import Telling
 
-_FIRST_CAPACITY = 512  # slots a row of the caches has at first; they grow with the longest row
 _OF_STREAM = "prompt_tokens", "prefix_tokens", "prefix_bytes", "levels_error"  # counted here, not in the loops
 _PAUSE = 0.002  # seconds between two looks at an idle source
 
@@ -101,9 +99,9 @@ def _made(
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
     config = SpeculationConfig.of(speculation_config)
-    levels = resolve(model, [] if assistant_models is None else assistant_models, assistant_tokenizers, config)
     rules: list[RowRule] = []
-    chain = let_choose(RowWiring(model, tokenizer, config, rules, _FIRST_CAPACITY), levels, "stream")
+    levels = [] if assistant_models is None else assistant_models
+    chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers)
     prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)
@@ -130,7 +128,7 @@ class _Stream:
         self.rules, self.max_batch, self.prompts, self.admitted = rules, max_batch, prompts, 0
         self.live, self.telling = live, telling  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
-        self.told = SpeculationStats([level.stats for level in chain.levels])  # while the stream runs
+        self.told = SpeculationStats(chain.counts)  # while the stream runs
         self.device = next(model.parameters()).device
         self.rounds = StreamRounds(chain, self.device, max_batch, self._stop, self._emit, prompts.begun,
                                    live)
@@ -234,8 +232,8 @@ class _Stream:
             one.stats.seconds = time.perf_counter() - one.began
             return self.telling.complete(one)
         self.admitted += 1
-        if self.chain.drafter is not None:
-            one.stats.levels = [LevelStats(self.chain.drafter.name)]
+        if self.chain.drafter is not None or self.chain.deferred is not None:
+            one.stats.levels = [LevelStats(self.chain.names[0])]
         if joins:
             self.live[number] = one
             joining.append(number)
@@ -279,17 +277,15 @@ class _Stream:
             for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
             taken, more = free[: len(joining)], [self.live[number] for number in joining[len(free) :]]
-            keep = sorted([*going, *taken])
+            keep = closed_up([*going, *taken])
             loop.select(keep)
             self.rules[:] = [self.rules[r] for r in keep]
             if more:
                 self.rules += [one.rule for one in more]
                 loop.admit([one.row for one in more], [one.budget for one in more], joining[len(free) :])
             if left and not self.rounds.is_captured:
-                self.rounds.shrink(_FIRST_CAPACITY)
-            self.told.target_cache_bytes, *held = held_bytes([self.chain.target.runner, *self.chain.runners])
-            for level, count in zip(self.told.levels, held, strict=True):
-                level.cache_bytes = count
+                self.rounds.shrink(FIRST_CAPACITY)
+            self.chain.count_memory(self.told)
 
     def _round(self) -> list[int]:
         """One round of all rows; the indices of those that go on."""

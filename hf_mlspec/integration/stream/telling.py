@@ -23,6 +23,8 @@ class Telling:
         self.live, self.tokenizer = live, tokenizer
         self._gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
         self._origins = Origins(chain.drafter) if events else None
+        if events:
+            chain.on_built = self._origins.watch
         self._pieces: dict[int, TextPieces] = {}
 
     @property

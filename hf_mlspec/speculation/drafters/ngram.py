@@ -10,7 +10,6 @@ import copy
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ...checkpoints.whole_file import written_whole
 from ..draft import Draft, Rows
 from ..stats import LevelStats
 from .agreement import agreed_length
@@ -157,15 +157,10 @@ class NGram:
         contexts int64 [C, order - 1] (left-padded with -1), followers int64 [C] successors per context,
         tokens int64 [E] and counts int64 [E]; contexts from the one counted longest ago to the latest.
         """
-        path = Path(path)
         meta = {"format": _FORMAT, "ngram": json.dumps({"order": self.order, "threshold": self.threshold,
                                                        "max_entries": self.table.max_entries, "name": self.name})}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with written_whole(path) as temporary:
             temporary.write_bytes(save(self.table.to_tensors(self.order - 1), meta))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NGram:

@@ -15,12 +15,14 @@ def adopt(chain: CapturedChain, target: Checker, drafter: Drafter | None, rows: 
     for runner, level in zip(_runners(target, drafter), chain.with_models, strict=True):
         how = {"cache_format": level.cache_format, "dtype": level.decoder.dtype}
         runner.cache, runner.lengths = DecoderCache(level.kv, rows, **how), [0] * rows
+        runner.states = level.states if level.own_cache else None
+        runner.settled = [None] * rows
 
 
 def disown(target: Checker, drafter: Drafter | None) -> None:
     """No runner holds a cache, so that a chain's can be freed."""
     for runner in _runners(target, drafter):
-        runner.cache = None
+        runner.cache = runner.states = None
 
 
 def drafters(drafter: Drafter | None) -> list[Drafter]:

@@ -21,10 +21,11 @@ from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
-from .reading import Reading, by_length, read
+from .reading import Reading, by_length, kept_of, read
 from .report import tell, tell_steps, told
 from .rounds import NoRoom
 from .state import Noise
+from .steps import Steps
 
 
 class CapturedRounds:
@@ -61,7 +62,7 @@ class CapturedRounds:
         self._reported: list[list[int] | None] | None = None
         self._first = True
         self._direct = False  # whether the round under way was launched right behind another
-        self.reading = Reading(chain, self.drafters)
+        self.reading, self.steps = Reading(chain, self.drafters), Steps(chain)
         self._observed: Observed | None = None
         self.begun: Beginnings = {}
 
@@ -110,7 +111,7 @@ class CapturedRounds:
         """Prefill rows in the places of others; the target keeps what they have in common (invariant 3)."""
         self._end_round()
         self._make_room_for(len(self.places), max(map(len, rows)))
-        kept = [min(max(same - 1, 0), len(row) - 1) for same, row in zip(common, rows, strict=True)]
+        kept = kept_of(self.chain.levels[0], common, rows)
         self._join(rows, ends, numbers, [self.places[r] for r in places], kept)
         for r, row, end in zip(places, rows, ends, strict=True):
             self._ends[r], self._rooms[r] = end, end - len(row)
@@ -149,6 +150,7 @@ class CapturedRounds:
                 self._launch(rows)
             if self._planned:
                 self.planning.think(partial(self._situation, rows), len(rows))
+            self.steps.waits()
             self._end_round()
         apart = [0] + [NOT_CHECKED] * (self.program.fields - 1)
         report = [line or apart for line in self._reported]
@@ -181,6 +183,7 @@ class CapturedRounds:
         """Wait for the round under way, if one is; `run` takes its report."""
         if self.chain.graphs.batch:
             lines = self.chain.graphs.wait()
+            self.steps.ended(self.program)
             self._reported = [lines[place] for place in self.places]
 
     def _launch(self, rows: Rows, behind: bool = False) -> None:
@@ -189,6 +192,7 @@ class CapturedRounds:
         late = self.reading.catch_up(self.program, rows, self.places)
         self._direct = behind and not late and self.chain.graphs.has(self.program, self.bucket)
         self.chain.graphs.launch(self.program, self.bucket)
+        self.steps.launched()
         self.reading.launched(self.program, rows, self._end)
 
     def _is_ready(self, rows: Rows) -> bool:
@@ -196,15 +200,14 @@ class CapturedRounds:
         program = self.chain.program
         if self._planned:
             program = self.planning.program(partial(self._situation, rows), len(rows))
-        if self._left(rows) < program.steps:
-            program = self.chain.single
+        program = self.steps.wanted(program, self._left(rows), len(rows))
         return self.chain.graphs.has(program, self.bucket)
 
     def _chosen(self, rows: Rows) -> RoundProgram:
         """What the coming round runs, captured. Where there is no memory for that, the target alone goes on."""
         own = self.chain.program
         if not self._planned:
-            return self._until_the_end(own, rows)
+            return self._in_steps(own, rows)
         program = self.planning.program(partial(self._situation, rows), len(rows))
         if not self._captured(program, self.bucket):
             self.planning.give_up()
@@ -214,18 +217,11 @@ class CapturedRounds:
                 raise NoRoom(f"no memory to capture rounds of {wanted} rows")
             program = own
         self.planning.launched()
-        return self._until_the_end(program, rows)
+        return self._in_steps(program, rows)
 
-    def _until_the_end(self, program: RoundProgram, rows: Rows) -> RoundProgram:
-        """The program; where every row ends before it, single steps, once they would have saved their capture."""
-        chain, single, left = self.chain, self.chain.single, self._left(rows)
-        if left >= program.steps or chain.graphs.has(single, self.bucket):
-            return program if left >= program.steps else single
-        chain.idle_seconds += (1 - left / program.steps) * chain.graphs.round_seconds
-        if chain.idle_seconds < (price := chain.graphs.seconds_to_capture(single)):
-            return program
-        chain.idle_seconds -= price
-        return single if self._captured(single, self.bucket) else program
+    def _in_steps(self, program: RoundProgram, rows: Rows) -> RoundProgram:
+        """The program, or where that is better a single step, captured."""
+        return self.steps.chosen(program, self._left(rows), len(rows), self.bucket, self._captured)
 
     def _left(self, rows: Rows) -> int:
         return max(end - len(row) for row, end in zip(rows, self._ends, strict=True))
@@ -250,6 +246,8 @@ class CapturedRounds:
         until = [min(ends[r], self.chain.slots) for r in order]
         self.chain.state.load(at, lines, until, [self.noise(numbers[r]) for r in order])
         held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
+        beside = [numbers[r] in self.begun and have == len(rows[r]) - 1 for r, have in zip(order, held, strict=True)]
+        self.steps.join(len(rows), any(beside))
         read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
 
     def _end(self, r: int) -> int:

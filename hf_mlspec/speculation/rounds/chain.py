@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ...engines.cuda.states import DeltaStates
 from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
@@ -27,6 +28,9 @@ from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_WIDEST = 32  # tokens of a check that there is always room for, whatever a controller chooses
+_FED_AGAIN = 4  # tokens by which what a level below the target is fed may begin before what it was fed last
+_BESIDE = 24  # tokens whose inputs are kept beside those of two checks: taps, and what is fed again
 _OF_FREE = 0.9  # what caches may take of the memory that is free: graphs need some, too
 _KEPT = 2  # chains of a target: one with levels, and the target alone
 _keeping = threading.RLock()
@@ -37,7 +41,8 @@ class CapturedChain:
 
     planned: a controller chooses the program of every round; `program` is then that of the target alone. seen: slots
     that a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. single:
-    one step of the target, for the last tokens of a call. sampled, warp, divided: as of `RoundProgram`.
+    one step of the target, for the last tokens of a call and the first ones of a stream's rows. sampled, warp,
+    divided: as of `RoundProgram`.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
@@ -48,13 +53,17 @@ class CapturedChain:
         self._sampling = sampled, warp, divided
         self._programs: dict[Plan, RoundProgram] = {}
         self.single = RoundProgram(levels[:1], *self._sampling, active=(), steps=1)
-        self.idle_seconds = 0.0  # of steps behind the last token of a call, which `single` would have saved
+        self.idle_seconds = 0.0  # that `single` would have saved
+        self.step_seconds = 0.0  # of the device for one step of the last round
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
+        self.agreed: dict[tuple, int] = {}  # how often in a row the same levels were chosen anew for such calls
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
         self.unquestioned = 0  # calls that ended before they had chosen
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
         alone = off((len(levels) - 1) * (2 if seen else 1))
         self.program = self.program_of(alone) if planned else RoundProgram(levels, *self._sampling)
+        whole = RoundProgram(levels, *self._sampling) if planned else self.program
+        self._widest = whole.most_checked
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
@@ -85,6 +94,9 @@ class CapturedChain:
                 levels, *self._sampling, most=repeats_of(lengths), active=own.active,
                 draft_window=self.seen - FIRST_SLOTS if windowed else 0,
             )  # fmt: skip
+            states, width = self.levels[0].states, self._programs[plan].most_checked
+            if states is not None and 2 * width + _BESIDE > states.window:
+                raise ValueError(f"plan {plan} checks {width} tokens, recurrent layers keep {states.window} of a row")
         return self._programs[plan]
 
     def split(self, plan: Plan) -> tuple[Plan, bool]:
@@ -124,6 +136,8 @@ class CapturedChain:
             for place, row in enumerate(places if level.own_cache else ()):
                 if place != row:  # then row > place: none is overwritten before it is read
                     level.kv[:, :, place] = level.kv[:, :, row]
+                    if level.states is not None:
+                        level.states.move(place, row)
         self.state.move(places)
 
     def finish(self) -> None:
@@ -138,6 +152,7 @@ class CapturedChain:
         for level in self.with_models:
             level.decoder.reserve_positions(self.slots)
             level.kv = self._larger(level) if level.own_cache else self.levels[0].kv
+            level.states = self._more_states(level) if level.own_cache else self.levels[0].states
         self._fingerprints = _fingerprints(self.levels)
         self.state = RoundState.new(self.batch, self.slots, len(self.levels), self.device, self.script_rounds)
         self.graphs = RoundGraphs(self.state)
@@ -148,6 +163,18 @@ class CapturedChain:
         if level.kv is None:
             return new_kv(level.decoder, self.batch, self.slots, level.cache_format)
         return moved(level.kv, level.kv.shape[2], self.batch, self.slots, spend=True)
+
+    def _more_states(self, level: RoundLevel) -> DeltaStates | None:
+        """States of recurrent layers for all rows, inputs for a draft beside what the check before may have kept."""
+        decoder, sizes = level.decoder, level.decoder.sizes.delta
+        if not decoder.num_recurrent:
+            return None
+        window = 1 << (2 * max(self._widest, _WIDEST) + _BESIDE - 1).bit_length()
+        if level.states is None:
+            behind = 0 if level is self.levels[0] else _FED_AGAIN
+            how = decoder.dtype, decoder.device
+            return DeltaStates.new(sizes, decoder.num_recurrent, self.batch, *how, window, behind)
+        return level.states.grown(max(self.batch, level.states.rows), level.states.window)
 
 
 def bucket_of(rows: int) -> int:

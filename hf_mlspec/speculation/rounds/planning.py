@@ -75,10 +75,19 @@ def ends_unquestioned(chain: CapturedChain | None, lengths: list[int], new_token
     like = _alike(len(lengths), new_tokens - 1, sum(lengths) / len(lengths), chain)
     first = chain.first_choices.get(like)
     calls, rounds = chain.unquestioned + 1, -(-new_tokens // UNROLLED)
-    if first is None or first.plan.active or _is_time(chain, first, calls, rounds):
+    if first is None or first.plan.active:
+        return None
+    if _is_time(chain, first, calls, rounds) and not _stands(chain, like, first, calls, rounds):
         return None
     chain.unquestioned = calls
     return first
+
+
+def _stands(chain: CapturedChain, like: tuple, first: Choice, calls: int, rounds: int) -> bool:
+    """Whether "off" was chosen so often that a call need not ask again, beside which asking is not little: each time
+    it is chosen once more, twice as many calls do not ask."""
+    little = chain.choosing_seconds <= _WAITING_SHARE * rounds * first.forecast.seconds
+    return not little and calls < min(2 ** chain.agreed.get(like, 0), _MOST_CALLS)
 
 
 def _alike(rows: int, longest: int, slots: float, chain: CapturedChain) -> tuple:
@@ -193,9 +202,16 @@ class Planning:
                 self._learn(round_, seconds)
             self._early.clear()
             if self._beginning is not None:  # while all rows of the call are there
-                self.chain.first_choices[self._like] = self.controller.best_of(self._beginning)
+                self._learn_first(self.controller.best_of(self._beginning))
                 self._beginning = None
         return self.controller
+
+    def _learn_first(self, choice: Choice) -> None:
+        """What calls like this one are to begin with."""
+        agreed, before = self.chain.agreed, self.chain.first_choices.get(self._like)
+        same = before is not None and before.plan.active == choice.plan.active
+        agreed[self._like] = agreed.get(self._like, 0) + 1 if same else 0
+        self.chain.first_choices[self._like] = choice
 
     def give_up(self) -> None:
         """There is no memory to capture what was chosen: the target goes on alone."""
@@ -221,6 +237,8 @@ class Planning:
             return
         if self.controller is None:
             self._early.append((round_, seconds))
+            if not choice.plan.active:
+                choice.correct_off(tokens, seconds)
         else:
             self._learn(round_, seconds)
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from ... import ops
 from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.engine import soft_capped
+from ...engines.cuda.states import DeltaStates
 from ...formats import CacheFormat
 from ...nn.plane_source import PlaneSource
+from ...ops.delta import AT_START, KEEP
 from ...precision import Bits
 from .state import RoundState
 
@@ -32,8 +34,9 @@ class RoundLevel:
     """A level of a captured chain.
 
     kv: ``[layers, 2, batch, kv_heads, slots, dim]``, the target's or its own, in cache_format, None for
-    keys and values as they are computed. most: where nothing else is said, steps of the last level's draft; of a level
-    in the middle the rounds that make one. vocab_size: tokens the level above knows. draft_window: as
+    keys and values as they are computed. states: of recurrent layers, as kv. most: where nothing else is said,
+    steps of the last level's draft; of a level in the middle the rounds that make one. vocab_size: tokens the level
+    above knows. draft_window: as
     `Engine.draft_window`.
     """
 
@@ -47,6 +50,7 @@ class RoundLevel:
     draft_window: int = 0
     cache_format: CacheFormat | None = None
     kv: Tensor | None = None
+    states: DeltaStates | None = None
 
 
 @dataclass
@@ -107,12 +111,17 @@ class RoundProgram:
                 self._plan(0, 1)
         else:
             self._plan_draft(1)
-            self._plan(0, self.handed_up(1) + 1)
+            self._plan(0, self.most_checked)
 
     def handed_up(self, index: int) -> int:
         """The most tokens a level below the target drafts for a check."""
         most = self.most[index]
         return most if index + 1 == len(self.levels) else most * (self.handed_up(index + 1) + 1)
+
+    @property
+    def most_checked(self) -> int:
+        """Tokens of the target's check."""
+        return 1 if len(self.levels) == 1 else self.handed_up(1) + 1
 
     @property
     def layers(self) -> int:
@@ -182,7 +191,8 @@ class RoundProgram:
         lead = self._lead(index, since)
         ids, starts, counts, pick, _ = ops.round_window(state.tokens, lengths, lengths, active, lead, 1)
         for step in range(self.most[index]):
-            logits = self._forward(index, ids, starts, counts, pick if step == 0 and lead > 1 else None)
+            picked = pick if step == 0 and lead > 1 else None
+            logits = self._forward(index, ids, starts, counts, picked, first=since == 0 and step == 0)
             chosen, confidence = self._choose(level, state, logits, lengths)
             operands = state.tokens, lengths, active, ends, chosen, confidence, level.threshold, state.failed
             ids, starts, counts = ops.round_push(*operands, index + 1)
@@ -194,7 +204,7 @@ class RoundProgram:
         lead = self._lead(index, since)
         window = ops.round_window(state.tokens, base, lengths, active, lead, check.judged)
         ids, starts, counts, pick, positions = window
-        logits = self._forward(index, ids, starts, counts, pick if lead > 1 else None)
+        logits = self._forward(index, ids, starts, counts, pick if lead > 1 else None, first=since == 0)
         chosen, confidence = self._choose(level, state, logits, positions)
         scripted = state.script is not None and len(self.levels) > 1
         width = CHECK_FIELDS + (check.judged if index == 0 else 0)
@@ -208,9 +218,15 @@ class RoundProgram:
         """Accepted tokens a level is fed: the last, and one more for each level that checked it since."""
         return index - since + 1 if self.levels[index].own_cache else 1
 
-    def _forward(self, index: int, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None) -> Tensor:
+    def _forward(
+        self, index: int, ids: Tensor, starts: Tensor, counts: Tensor, pick: Tensor | None, first: bool
+    ) -> Tensor:
+        """first: nothing behind these tokens was fed since the target checked; what is, may be taken back."""
         level, view = self.levels[index], {"bits": self.levels[index].bits, "draft_window": self.windows[index]}
         kv = level.kv[: level.decoder.num_layers, :, : len(ids)]
+        if level.states is not None:
+            settles = AT_START if first and level.own_cache else KEEP
+            view |= {"states": level.states.part(0, len(ids)), "settles": settles}
         logits = level.decoder.forward(ids, starts, counts, kv, pick=pick, **view)
         return logits if logits.shape[1] <= level.vocab_size else logits[:, : level.vocab_size].contiguous()
 

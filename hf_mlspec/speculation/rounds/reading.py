@@ -96,14 +96,26 @@ def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], dr
     """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places, tokens seeing
     what the window leaves; -> steps run."""
     steps, first = 0, 0
+    if level.states is not None:
+        level.states.forget([place for place, held in zip(places, cached, strict=True) if held == 0])
     while first < len(rows):
         last = first + 1
         while last < len(rows) and places[last] == places[last - 1] + 1:
             last += 1
         kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window)
+        states = None if level.states is None else level.states.part(places[first], places[last - 1] + 1)
+        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window, states)
         first = last
     return steps
+
+
+def kept_of(level: RoundLevel, common: Sequence[int], rows: Rows) -> list[int]:
+    """How many tokens of rows stay in a level's cache that have so many in common with those before; where layers keep
+    states, none."""
+    if level.states is not None:
+        return [0] * len(rows)
+    return [min(max(same - 1, 0), len(row) - 1) for same, row in zip(common, rows, strict=True)]
+
 
 def by_length(rows: Rows, free: list[int]) -> list[int]:
     """A place for each row: prompts in order of falling length take the fewest steps to prefill."""

@@ -249,6 +249,7 @@ class Steering:
             begin, first = perf_counter(), self._first
             self.settle()
             made = self.make()
+            made.to_build = 0.0 if self.deferred is None else self.deferred.seconds
             made.start(rows)
             if first is not None:
                 made.choice = first
@@ -274,6 +275,7 @@ class Steering:
         built, self.deferred = self.deferred.build(), None
         self._have(built.levels, built.runners)
         if self.controller is not None:
+            self.controller.to_build = 0.0
             self._watch()
         self.on_built(built)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.whole_file import written_whole
 from .trace import SCHEMA, Round, Trace, TracedLevel, TracedModel, TracedRow
 
 _HEAD = {
@@ -50,12 +51,8 @@ def write_trace(trace: Trace, file: str | os.PathLike[str]) -> None:
     rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("rows"))
     head = json.dumps(data, indent=1)[:-2]  # without the brace that ends it
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with written_whole(path) as aside:
         aside.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def read_trace(file: str | os.PathLike[str]) -> Trace:
@@ -64,7 +61,7 @@ def read_trace(file: str | os.PathLike[str]) -> Trace:
     """
     try:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"{file}: not JSON, so not a trace or a damaged one ({error}); record it again") from error
     try:
         return trace_from_dict(data)

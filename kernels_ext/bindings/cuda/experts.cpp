@@ -15,7 +15,8 @@ namespace {
 using namespace mlspec;
 
 std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts,
-                                              int64_t chosen, int64_t renormalize) {
+                                              int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups,
+                                              int64_t chosen_groups, double scale) {
   constexpr const char* op = "route_rows";
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
@@ -29,6 +30,9 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   TORCH_CHECK_VALUE(chosen >= 1 && chosen <= num_experts, op, ": chosen is ", chosen, ", expected 1 to ", num_experts);
   TORCH_CHECK_VALUE(hidden > 0 && hidden % 8 == 0, op, ": x has ", hidden, " columns, the CUDA kernels take multiples of 8");
   if (bias) check_vector(op, "bias", *bias, router.size(0), "x", x, at::kFloat);
+  if (choice_bias) check_vector(op, "choice_bias", *choice_bias, num_experts, "x", x, at::kFloat);
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= MLSPEC_CUDA_MOST_GROUPS && chosen_groups >= 1 && chosen_groups <= groups, op,
+                    ": chosen_groups is ", chosen_groups, " of ", groups, " groups, expected 1 to ", +MLSPEC_CUDA_MOST_GROUPS);
   const CudaCall call(op, x);
   const int64_t pairs = tokens * chosen, items = mlspec_cuda_most_items(pairs, num_experts);
   const auto int32s = x.options().dtype(at::kInt), floats = x.options().dtype(at::kFloat);
@@ -45,6 +49,9 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   args.num_tokens = tokens, args.hidden = hidden;
   args.num_experts = static_cast<int32_t>(num_experts), args.chosen = static_cast<int32_t>(chosen);
   args.renormalize = renormalize != 0, args.has_shared = static_cast<int32_t>(shared), args.router_is_float32 = wide;
+  args.choice_bias = choice_bias ? choice_bias->const_data_ptr<float>() : nullptr;
+  args.groups = static_cast<int32_t>(groups), args.chosen_groups = static_cast<int32_t>(chosen_groups);
+  args.scale = static_cast<float>(scale);
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_route_rows(&args, &launch));
   return {experts, weights, plan};
@@ -154,28 +161,54 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias);
 }
 
-Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {
-  constexpr const char* op = "weighted_rows";
+// All but y.
+mlspec_cuda_weighted check_weighted(const char* op, const Tensor& rows, const Tensor& weights, const Maybe& shared) {
   check_bf16(op, "rows", rows);
   TORCH_CHECK_VALUE(rows.dim() == 2 && weights.dim() == 2, op, ": rows has shape ", rows.sizes(), " and weights ", weights.sizes(),
                     ", expected [n * chosen, width] and [n, chosen]");
-  const int64_t tokens = weights.size(0), chosen = weights.size(1) - shared.has_value(), width = rows.size(1);
+  const int64_t tokens = weights.size(0), width = rows.size(1), most = weights.size(1);
+  const bool unweighed = shared && tokens > 0 && rows.size(0) == tokens * most;
+  const int64_t chosen = most - (shared && !unweighed);
   check_part(op, "rows", rows, at::kBFloat16, {tokens * chosen, width}, "rows", rows);
   check_part(op, "weights", weights, at::kFloat, weights.sizes(), "rows", rows, 4);
   if (shared) check_part(op, "shared", *shared, at::kBFloat16, {tokens, width}, "rows", rows);
   TORCH_CHECK_VALUE(chosen >= 1 && width % 8 == 0, op, ": rows has ", width, " columns, ", chosen,
                     " a token, the CUDA kernels take multiples of 8, one or more");
-  const CudaCall call(op, rows);
-  const Tensor y = at::empty({tokens, width}, rows.options());
-  if (y.numel() == 0) return y;
   mlspec_cuda_weighted args{};
   args.rows = rows.const_data_ptr(), args.weights = weights.const_data_ptr<float>();
   args.shared = shared ? shared->const_data_ptr() : nullptr;
+  args.num_tokens = tokens, args.width = width;
+  args.chosen = static_cast<int32_t>(chosen), args.weights_of_token = static_cast<int32_t>(most);
+  return args;
+}
+
+Tensor weighted_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared) {
+  constexpr const char* op = "weighted_rows";
+  mlspec_cuda_weighted args = check_weighted(op, rows, weights, shared);
+  const CudaCall call(op, rows);
+  const Tensor y = at::empty({args.num_tokens, args.width}, rows.options());
+  if (y.numel() == 0) return y;
   args.y = y.mutable_data_ptr();
-  args.num_tokens = tokens, args.width = width, args.chosen = static_cast<int32_t>(chosen);
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_weighted_rows(&args, &launch));
   return y;
+}
+
+std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& weights, const Maybe& shared, const Tensor& residual,
+                                              const Tensor& weight, double eps) {
+  constexpr const char* op = "weighted_norm_rows";
+  const mlspec_cuda_weighted args = check_weighted(op, rows, weights, shared);
+  check_part(op, "residual", residual, at::kBFloat16, {args.num_tokens, args.width}, "rows", rows);
+  const bool narrow = weight.scalar_type() == at::kBFloat16;
+  check_part(op, "weight", weight, narrow ? at::kBFloat16 : at::kFloat, {args.width}, "rows", rows);
+  const CudaCall call(op, rows);
+  const Tensor normed = at::empty(residual.sizes(), rows.options()), total = at::empty(residual.sizes(), rows.options());
+  if (normed.numel() == 0) return {normed, total};
+  const mlspec_cuda_weighted_norm norm{residual.const_data_ptr(), weight.const_data_ptr(), normed.mutable_data_ptr(),
+                                       total.mutable_data_ptr(), narrow, static_cast<float>(eps)};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_weighted_norm_rows(&args, &norm, &launch));
+  return {normed, total};
 }
 
 }  // namespace
@@ -186,4 +219,5 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);
   m.impl("weighted_rows", weighted_rows);
+  m.impl("weighted_norm_rows", weighted_norm_rows);
 }

@@ -102,9 +102,9 @@ int64_t bytes_of_visits(mlspec_acts acts, int64_t visits) {
 
 }  // namespace
 
-void Products::add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile) {
+void Products::add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile, bool dequantized) {
   const int64_t own = tiles_of(args.out_features);
-  list.push_back({compute, args, tiles, own * bytes_per_tile});
+  list.push_back({compute, args, tiles, own * bytes_per_tile, dequantized});
   tiles += own, bytes += list.back().bytes;
 }
 
@@ -228,7 +228,7 @@ void Decoder::plan_products(const Experts& experts) {
     args.low = linear.low, args.codebook = linear.codebook, args.table_columns = linear.table_columns;
     args.num_planes = planes_of(linear), args.stored_planes = linear.stored_planes;
     args.plane_bytes = linear.plane_bytes, args.zero_doubled = linear.zero_doubled;
-    to.add(kernel_for(linear), args, linear.bytes_per_tile(w.bits));
+    to.add(kernel_for(linear), args, linear.bytes_per_tile(w.bits), dequantizes(linear));
   };
   for (const Visit& visit : w.visits) {
     const bool shared = visit.expert == experts.count;
@@ -265,7 +265,11 @@ void Decoder::multiply_products(Team& team, const Products& products) {
     for (; product != products.list.end() && product->first < end; ++product) {
       const int64_t lo = (std::max(begin, product->first) - product->first) * kTileOutputs;
       const int64_t hi = std::min((end - product->first) * kTileOutputs, product->args.out_features);
-      product->compute(&product->args, lo, hi);
+      if (!product->dequantized) {
+        product->compute(&product->args, lo, hi);
+        continue;
+      }
+      for (int64_t at = lo; at < hi; at += kDenseOutputs) multiply_dequantized(team, product->args, at, std::min(at + kDenseOutputs, hi));
     }
   });
 }

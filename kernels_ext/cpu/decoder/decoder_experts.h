@@ -48,6 +48,7 @@ struct Product {
   mlspec_linear_fn compute;
   mlspec_linear_args args;
   int64_t first, bytes;
+  bool dequantized;  // first to bfloat16 in memory: Decoder::dequantize
 };
 
 // Products that a team works on together.
@@ -56,7 +57,7 @@ struct Products {
   int64_t tiles = 0, bytes = 0;
 
   void clear() { list.clear(), tiles = bytes = 0; }
-  void add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile);
+  void add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile, bool dequantized);
 };
 
 }  // namespace mlspec

@@ -33,6 +33,8 @@ class Buffer {
 
 using cpu_tiles::kTileOutputs;
 
+constexpr int64_t kDenseOutputs = 2 * kTileOutputs;  // of experts, that are dequantized at once
+
 // AMX tiles hold 16 rows of activations in every cache line: two threads packing rows of one tile would fight for it.
 inline bool rows_share_lines(const mlspec_acts& acts) { return acts.kind == MLSPEC_ACTS_BF16_TILES && acts.num_rows > 1; }
 

@@ -9,6 +9,7 @@ extern "C" {
 #endif
 
 #define MLSPEC_CUDA_MOST_EXPERTS 1024  // of a layer: a warp keeps 32 logits a lane
+#define MLSPEC_CUDA_MOST_GROUPS 64     // of its experts: a bit each
 
 // Rows of a product are pairs of a token and one of its experts: pair = token * chosen + rank. A plan, int32, says which pairs go to
 // an expert: [pairs] the pairs in order of their experts, [most_items][3] an expert, its first place among these and how many, 0 for
@@ -32,9 +33,14 @@ typedef struct {
   int32_t* plan;
   int64_t num_tokens, hidden;
   int32_t num_experts, chosen, renormalize, has_shared, router_is_float32;
+  // Of sigmoids, [experts], else null: of the chosen_groups best of groups, by the sum of the two largest sigmoids + choice_bias in
+  // each, the experts of the largest such sums; weights: scale * the sigmoids, or, renormalized, over the sum of the chosen.
+  const float* choice_bias;
+  int32_t groups, chosen_groups;
+  float scale;
 } mlspec_cuda_routing;
 
-// Three kernels, or two for a few tokens.
+// Three kernels, two for a few tokens, one for up to 16 where blocks form clusters.
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
 typedef struct {
@@ -53,14 +59,25 @@ const char* mlspec_cuda_int4_experts(const mlspec_cuda_expert_linear* args);
 
 typedef struct {
   const void* rows;      // bfloat16 [tokens, chosen, width], width a multiple of 8
-  const float* weights;  // [tokens, chosen (+ 1)]
+  const float* weights;  // [tokens, weights_of_token]
   const void* shared;    // bfloat16 [tokens, width], or null
   void* y;               // bfloat16 [tokens, width]: a sum in float32 in the order of the rows, then the shared one
   int64_t num_tokens, width;
-  int32_t chosen;
+  int32_t chosen, weights_of_token;  // chosen, or one more, of the shared one, which weighs 1 where there is none
 } mlspec_cuda_weighted;
 
 const char* mlspec_cuda_weighted_rows(const mlspec_cuda_weighted* args, const mlspec_cuda_row_launch* how);
+
+typedef struct {
+  const void *residual, *weight;  // bfloat16 [tokens, width]; [width], float32 or bfloat16
+  void *normed, *total;           // bfloat16 [tokens, width]: mlspec_cuda_rms_norm of y and residual, with the same bits
+  int32_t weight_is_bf16;
+  float eps;
+} mlspec_cuda_weighted_norm;
+
+// In place of y, which is not written. Width up to 16384.
+const char* mlspec_cuda_weighted_norm_rows(const mlspec_cuda_weighted* args, const mlspec_cuda_weighted_norm* norm,
+                                           const mlspec_cuda_row_launch* how);
 
 #ifdef __cplusplus
 }

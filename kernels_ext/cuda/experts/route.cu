@@ -11,20 +11,17 @@ namespace mlspec {
 namespace {
 
 constexpr int kLogitWarps = 8, kChooseWarps = 8, kPlanThreads = 1024;
+constexpr int kRouteBlocks = 8, kRouteTokens = 16, kRoutePerLane = 8;  // of a cluster that does it all, at most
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
+// Of one score and kTokens tokens from `first` on, by one warp.
 template <class Weight, int kTokens>
-__global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid_constant__ mlspec_cuda_routing p) {
-  launch_dependents();
-  wait_for_previous_kernel();
-  const int lane = threadIdx.x % kWarp, scores = p.num_experts + p.has_shared;
-  const int score = blockIdx.x * kLogitWarps + threadIdx.x / kWarp;
-  if (score >= scores) return;
-  const int64_t first = int64_t(blockIdx.y) * kTokens;
-  const int tokens = int(min(int64_t(kTokens), p.num_tokens - first));
+__device__ __forceinline__ void sum_logits(const mlspec_cuda_routing& p, int score, int64_t first, int lane) {
+  const int scores = p.num_experts + p.has_shared, tokens = int(min(int64_t(kTokens), p.num_tokens - first));
   const Weight* row = static_cast<const Weight*>(p.router) + int64_t(score) * p.hidden;
   const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(p.x) + first * p.hidden;
   float sums[kTokens] = {};
+#pragma unroll (kTokens == 1 ? 4 : 1)
   for (int64_t i = lane * kVector; i < p.hidden; i += kWarp * kVector) {
     float w[kVector];
     load_vector(row + i, w);
@@ -44,6 +41,15 @@ __global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid
   }
 }
 
+template <class Weight, int kTokens>
+__global__ void __launch_bounds__(kLogitWarps* kWarp) logits_kernel(const __grid_constant__ mlspec_cuda_routing p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int score = blockIdx.x * kLogitWarps + threadIdx.x / kWarp;
+  if (score < p.num_experts + p.has_shared)
+    sum_logits<Weight, kTokens>(p, score, int64_t(blockIdx.y) * kTokens, threadIdx.x % kWarp);
+}
+
 // Greater for a greater number, 1 for NaN; 0 is left for what is no candidate. Both zeros are one number.
 __device__ __forceinline__ uint32_t ordered(float value) {
   if (isnan(value)) return 1;
@@ -51,52 +57,122 @@ __device__ __forceinline__ uint32_t ordered(float value) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The experts of one token, by one warp, whose lane l holds experts l, l + 32 and so on.
+// What `ordered` made a key of; NaN is NaN again.
+__device__ __forceinline__ float number_of(uint32_t key) {
+  if (key <= 1) return __uint_as_float(0x7FC00000u);
+  return __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
+}
+
+// What a lane knows of its experts l, l + 32 and so on: keys of what they are chosen by, 0 once chosen, and what weighs them.
+template <int kPerLane>
+struct Choice {
+  uint32_t keys[kPerLane];
+  float own[kPerLane];
+
+  // The expert of the largest key, of equal ones the lowest number, and its key: the same in all lanes. within: of experts.
+  __device__ __forceinline__ int largest(int lane, int first, int end, uint32_t& best) const {
+    uint32_t key = 0;
+    int expert = end;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int at = i * kWarp + lane;
+      if (at >= first && at < end && keys[i] > key) key = keys[i], expert = at;
+    }
+    best = __reduce_max_sync(kAll, key);
+    return int(__reduce_min_sync(kAll, unsigned(key == best ? expert : end)));
+  }
+  __device__ __forceinline__ float take(int lane, int winner) {
+    float value = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i * kWarp + lane == winner) keys[i] = 0, value = own[i];
+    return __shfl_sync(kAll, value, winner % kWarp);
+  }
+};
+
+// Keys of experts outside of the best groups become those of -Inf. A group is as good as the sum of its two largest.
+template <int kPerLane>
+__device__ __forceinline__ void look_at_groups(const mlspec_cuda_routing& p, Choice<kPerLane>& choice, int lane) {
+  const int size = p.num_experts / p.groups;
+  uint32_t sums[2] = {0, 0};  // of groups l and l + 32
+  for (int group = 0; group < p.groups; ++group) {
+    const int first = group * size, end = first + size;
+    uint32_t one, two = 0;
+    const int winner = choice.largest(lane, first, end, one);
+    uint32_t taken = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i * kWarp + lane == winner) taken = choice.keys[i], choice.keys[i] = 0;
+    choice.largest(lane, first, end, two);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i)
+      if (i * kWarp + lane == winner) choice.keys[i] = taken;
+    if (group % kWarp == lane) sums[group / kWarp] = ordered(__fadd_rn(number_of(one), number_of(two)));
+  }
+  uint64_t seen = 0;
+  for (int rank = 0; rank < p.chosen_groups; ++rank) {
+    const int own = sums[1] > sums[0] ? 1 : 0;  // of equal ones the lower number
+    const uint32_t best = __reduce_max_sync(kAll, sums[own]);
+    const int group = int(__reduce_min_sync(kAll, unsigned(sums[own] == best ? own * kWarp + lane : 2 * kWarp)));
+    if (group % kWarp == lane) sums[group / kWarp] = 0;
+    seen |= uint64_t(1) << group;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int expert = i * kWarp + lane;
+    if (expert < p.num_experts && !(seen >> (expert / size) & 1)) choice.keys[i] = ordered(-INFINITY);
+  }
+}
+
+// weights: shares of softmax, or, of sigmoids, these; `total` is what divides them.
+template <int kPerLane>
+__device__ __forceinline__ float take_experts(const mlspec_cuda_routing& p, Choice<kPerLane>& choice, int64_t token, int lane,
+                                              float* weights) {
+  float largest = 0.f, total = p.choice_bias ? 1e-20f : 0.f;  // as transformers has it
+  for (int rank = 0; rank < p.chosen; ++rank) {
+    uint32_t best;
+    const int winner = choice.largest(lane, 0, p.num_experts, best);
+    const float own = choice.take(lane, winner);
+    if (rank == 0) largest = own;
+    const float weight = p.choice_bias ? own : expf(own - largest);
+    total += weight;
+    if (lane == 0) p.experts[token * p.chosen + rank] = winner, weights[rank] = weight;
+  }
+  if (p.renormalize) return total;
+  if (p.choice_bias) return 1.f;
+  total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) total += i * kWarp + lane < p.num_experts ? expf(choice.own[i] - largest) : 0.f;
+  return warp_sum(total);
+}
+
+// The experts of one token, by one warp.
 template <int kPerLane>
 __device__ __forceinline__ void choose_experts(const mlspec_cuda_routing& p, int64_t token, int lane) {
   const int scores = p.num_experts + p.has_shared, places = p.chosen + p.has_shared;
   const float* logits = p.logits + token * scores;
   float* weights = p.weights + token * places;
-  float own[kPerLane];
-  uint32_t keys[kPerLane];
+  Choice<kPerLane> choice;
   bool broken = false;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int expert = i * kWarp + lane;
     const bool is_one = expert < p.num_experts;
-    own[i] = is_one ? logits[expert] : 0.f;
-    keys[i] = is_one ? ordered(own[i]) : 0;
-    broken |= is_one && isnan(own[i]);
+    float own = is_one ? logits[expert] : 0.f;
+    broken |= is_one && isnan(own);
+    if (p.choice_bias && is_one) own = 1.f / (1.f + expf(-own));
+    choice.own[i] = own;
+    choice.keys[i] = !is_one ? 0 : ordered(p.choice_bias ? __fadd_rn(own, p.choice_bias[expert]) : own);
   }
   broken = __any_sync(kAll, broken);
-  float largest = 0.f, total = 0.f;
-  for (int rank = 0; rank < p.chosen; ++rank) {
-    uint32_t key = 0;
-    int expert = p.num_experts;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (keys[i] > key) key = keys[i], expert = i * kWarp + lane;
-    const uint32_t best = __reduce_max_sync(kAll, key);
-    const int winner = int(__reduce_min_sync(kAll, unsigned(key == best ? expert : p.num_experts)));
-    float logit = 0.f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (i * kWarp + lane == winner) keys[i] = 0, logit = own[i];
-    logit = __shfl_sync(kAll, logit, winner % kWarp);
-    if (rank == 0) largest = logit;
-    const float weight = expf(logit - largest);
-    total += weight;
-    if (lane == 0) p.experts[token * p.chosen + rank] = winner, weights[rank] = weight;
-  }
-  if (!p.renormalize) {
-    total = 0.f;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) total += i * kWarp + lane < p.num_experts ? expf(own[i] - largest) : 0.f;
-    total = warp_sum(total);
-  }
+  if (p.choice_bias && p.chosen_groups < p.groups) look_at_groups(p, choice, lane);
+  const float total = take_experts(p, choice, token, lane, weights);
   __syncwarp();
   const float nan = __uint_as_float(0x7FC00000u);
-  for (int rank = lane; rank < p.chosen; rank += kWarp) weights[rank] = broken ? nan : weights[rank] / total;
+  for (int rank = lane; rank < p.chosen; rank += kWarp) {
+    const float weight = weights[rank] / total;
+    weights[rank] = broken ? nan : p.choice_bias ? weight * p.scale : weight;
+  }
   if (p.has_shared && lane == 0) weights[p.chosen] = broken ? nan : 1.f / (1.f + expf(-logits[p.num_experts]));
 }
 
@@ -124,16 +200,13 @@ __device__ __forceinline__ uint64_t sum_up_to(uint64_t value, uint64_t* totals) 
   return value + others;
 }
 
-// One block. kPerLane: 0 where the experts are chosen already.
+// By one block of kPlanThreads. kPerLane: 0 where the experts are chosen already.
 template <int kPerLane>
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
-                                                            int most_items) {
+__device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int rows_of_item, int most_items) {
   __shared__ int counts[MLSPEC_CUDA_MOST_EXPERTS];
   __shared__ uint64_t totals[kWarp];
   __shared__ int used;
-  launch_dependents();
   counts[threadIdx.x] = 0;
-  wait_for_previous_kernel();
   if constexpr (kPerLane > 0)
     for (int64_t token = threadIdx.x / kWarp; token < p.num_tokens; token += kPlanThreads / kWarp)
       choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
@@ -157,6 +230,36 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
 }
 
+template <int kPerLane>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
+                                                            int most_items) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  plan_pairs<kPerLane>(p, rows_of_item, most_items);
+}
+
+// All of it for a few tokens, by one cluster: its first block plans when all of them have written their logits. The router, which no
+// kernel in front writes, is on its way before these end.
+template <class Weight, int kTokens, int kPerLane>
+__global__ void __launch_bounds__(kPlanThreads) route_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
+                                                             int most_items) {
+#if __CUDA_ARCH__ >= 900
+  launch_dependents();
+  const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kPlanThreads + threadIdx.x) / kWarp;
+  const int scores = p.num_experts + p.has_shared, items = scores * int((p.num_tokens + kTokens - 1) / kTokens);
+  if (warp < scores) {
+    const int64_t bytes = p.hidden * int64_t(sizeof(Weight));
+    const char* row = static_cast<const char*>(p.router) + warp * bytes;
+    for (int64_t byte = lane * 128; byte < bytes; byte += kWarp * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
+  }
+  wait_for_previous_kernel();
+  for (int item = warp; item < items; item += kRouteBlocks * kPlanThreads / kWarp)
+    sum_logits<Weight, kTokens>(p, item % scores, int64_t(item / scores) * kTokens, lane);
+  cluster_sync();
+  if (blockIdx.x == 0) plan_pairs<kPerLane>(p, rows_of_item, most_items);
+#endif
+}
+
 template <class Weight, int kTokens>
 const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
   const unsigned across = blocks_for(p.num_experts + p.has_shared, kLogitWarps), along = blocks_for(p.num_tokens, kTokens);
@@ -170,15 +273,29 @@ const char* launch_logits(const mlspec_cuda_routing& p, const mlspec_cuda_row_la
   return p.num_tokens < 64 ? launch_logits<Weight, 4>(p, how) : launch_logits<Weight, 8>(p, how);
 }
 
-template <int kPerLane>
-const char* launch_choice(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+template <class Weight, int kPerLane>
+const char* launch_route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
   const int64_t pairs = p.num_tokens * p.chosen;
   const int rows = int(mlspec_cuda_rows_of_item(pairs, p.num_experts)), items = int(mlspec_cuda_most_items(pairs, p.num_experts));
+  if constexpr (kPerLane <= kRoutePerLane) {
+    const RowGrid cluster{dim3(kRouteBlocks), kPlanThreads, 0, kRouteBlocks};
+    if (how.clusters && p.num_tokens == 1) return launch_rows(how, cluster, route_kernel<Weight, 1, kPerLane>, p, rows, items);
+    if (how.clusters && p.num_tokens <= kRouteTokens)
+      return launch_rows(how, cluster, route_kernel<Weight, 4, kPerLane>, p, rows, items);
+  }
+  if (const char* problem = launch_logits<Weight>(p, how)) return problem;
   if (p.num_tokens <= kPlanThreads / kWarp)
     return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<kPerLane>, p, rows, items);
   const RowGrid grid{dim3(blocks_for(p.num_tokens, kChooseWarps)), kChooseWarps * kWarp};
   if (const char* problem = launch_rows(how, grid, choose_kernel<kPerLane>, p)) return problem;
   return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, rows, items);
+}
+
+template <class Weight>
+const char* route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
+  if (p.num_experts <= 4 * kWarp) return launch_route<Weight, 4>(p, how);
+  if (p.num_experts <= kRoutePerLane * kWarp) return launch_route<Weight, kRoutePerLane>(p, how);
+  return launch_route<Weight, MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, how);
 }
 
 }  // namespace
@@ -191,8 +308,10 @@ extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing
   if (p.num_tokens < 1 || p.hidden < 1 || p.hidden % kVector) return "routing takes a token or more, of a multiple of 8 elements";
   if (p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS || p.chosen < 1 || p.chosen > p.num_experts)
     return "routing takes 1 to 1024 experts, and a token goes to 1 or more of them";
+  if (p.choice_bias && (p.groups < 1 || p.groups > MLSPEC_CUDA_MOST_GROUPS || p.num_experts % p.groups || p.chosen_groups < 1 ||
+                        p.chosen_groups > p.groups || (p.chosen_groups < p.groups && p.num_experts < 2 * p.groups) ||
+                        p.chosen > p.num_experts / p.groups * p.chosen_groups))
+    return "routing by sigmoids takes 1 to 64 equal groups of experts, of which those looked at hold as many as a token goes to";
   if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
-  const char* problem = p.router_is_float32 ? launch_logits<float>(p, *how) : launch_logits<__nv_bfloat16>(p, *how);
-  if (problem) return problem;
-  return p.num_experts <= 128 ? launch_choice<4>(p, *how) : launch_choice<MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, *how);
+  return p.router_is_float32 ? route<float>(p, *how) : route<__nv_bfloat16>(p, *how);
 }

@@ -1,0 +1,132 @@
+// Which tokens of a row does a call run, and what does a head read of each? The convolution's outputs, lengths, decay and beta.
+#pragma once
+#include "../rows/row_launch.cuh"
+#include "delta.h"
+
+namespace mlspec {
+
+constexpr int kUnits = 4;      // warps of a block: heads of a token
+constexpr int kMostParts = 8;  // elements of a head that a lane has: 256 / 32
+
+// Tokens [begin, start) of a row were run before and are run again, from a state of `begin` tokens; those up to `end` are the call's.
+struct DeltaSpan {
+  int begin, start, end;
+  bool lost;  // there is no state from which they could be run: what comes out is NaN
+};
+
+__device__ __forceinline__ DeltaSpan span_of(const mlspec_cuda_delta& a, int row) {
+  const int start = a.starts[row], count = min(a.counts[row], a.width), mark = a.marks[row];
+  if (count <= 0) return {0, 0, 0, false};
+  const bool lost = start < 0 || (start > 0 && (mark > start || mark < 0 || start - mark + a.num_taps - 1 > a.window));
+  return {lost ? start : start == 0 ? 0 : mark, start, start + count, lost};
+}
+
+__device__ __forceinline__ int channels_of(const mlspec_cuda_delta& a) {
+  return 2 * a.key_heads * a.key_dim + a.value_heads * a.value_dim;
+}
+
+// What was computed of token p of a row, from `at` on: of this call, or kept.
+__device__ __forceinline__ const __nv_bfloat16* channels_at(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p) {
+  const int channels = channels_of(a);
+  if (p >= span.start)
+    return static_cast<const __nv_bfloat16*>(a.qkvz) +
+           (int64_t(row) * a.width + p - span.start) * (channels + a.value_heads * a.value_dim);
+  return static_cast<const __nv_bfloat16*>(a.inputs) + (int64_t(row) * a.window + p % a.window) * (channels + 2 * a.value_heads);
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+// silu of the convolution of channels [at, at + n) at token p; lane l has elements l, l + 32, ...
+__device__ __forceinline__ void convolve(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p, int at, int n, int lane,
+                                         float (&to)[kMostParts]) {
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) to[part] = 0.f;
+  const int channels = channels_of(a);
+  for (int tap = 0; tap < a.num_taps; ++tap) {
+    const int token = p - (a.num_taps - 1) + tap;
+    if (token < 0) continue;
+    const __nv_bfloat16* const from = channels_at(a, row, span, token) + at;
+    const float* const taps = a.taps + int64_t(tap) * channels + at;
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      const int i = lane + part * kWarp;
+      if (i < n) to[part] = fmaf(__bfloat162float(from[i]), taps[i], to[part]);
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) to[part] *= sigmoid(to[part]);
+}
+
+__device__ __forceinline__ float warp_dot(const float (&x)[kMostParts], const float (&y)[kMostParts]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) sum = fmaf(x[part], y[part], sum);
+  return warp_sum(sum);
+}
+
+__device__ __forceinline__ void to_length(float (&x)[kMostParts], float length) {
+  const float factor = length / sqrtf(warp_dot(x, x) + 1e-6f);
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part) x[part] *= factor;
+}
+
+// Key and query of a key head, the query only of tokens that something is asked of.
+__device__ __forceinline__ void read_keys(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p, int64_t slot, int head,
+                                          int padded, int lane) {
+  float k[kMostParts], q[kMostParts];
+  const int at = head * a.key_dim;
+  convolve(a, row, span, p, a.key_heads * a.key_dim + at, a.key_dim, lane, k);
+  to_length(k, 1.f);
+  float* const to = a.keys + (slot * a.key_heads + head) * 2 * padded;
+  for (int i = lane; i < padded; i += kWarp) to[i] = 0.f;
+  __syncwarp();
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part)
+    if (lane + part * kWarp < a.key_dim) to[lane + part * kWarp] = k[part];
+  if (p < span.start) return;
+  convolve(a, row, span, p, at, a.key_dim, lane, q);
+  to_length(q, 1.f / sqrtf(float(a.key_dim)));
+  for (int i = a.key_dim + lane; i < padded; i += kWarp) to[padded + i] = 0.f;
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part)
+    if (lane + part * kWarp < a.key_dim) to[padded + lane + part * kWarp] = q[part];
+  const float product = warp_dot(q, k);
+  if (lane == 0) a.products[slot * a.key_heads + head] = product;
+}
+
+// Values of a head, and by what its state decays and how much of a token it takes.
+__device__ __forceinline__ void read_values(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p, int64_t slot, int head,
+                                            int lane) {
+  float v[kMostParts];
+  convolve(a, row, span, p, 2 * a.key_heads * a.key_dim + head * a.value_dim, a.value_dim, lane, v);
+  float* const to = a.values + (slot * a.value_heads + head) * a.value_dim;
+#pragma unroll
+  for (int part = 0; part < kMostParts; ++part)
+    if (lane + part * kWarp < a.value_dim) to[lane + part * kWarp] = v[part];
+  if (lane != 0) return;
+  const __nv_bfloat16* ba = channels_at(a, row, span, p) + channels_of(a);
+  if (p >= span.start)
+    ba = static_cast<const __nv_bfloat16*>(a.ba) + (int64_t(row) * a.width + p - span.start) * 2 * a.value_heads;
+  const float b = __bfloat162float(ba[head]), x = __bfloat162float(ba[a.value_heads + head]) + a.shift[head];
+  const float soft = x > 20.f ? x : log1pf(expf(x));
+  float* const weights = a.weights + (slot * a.value_heads + head) * 2;
+  weights[0] = expf(a.rate[head] * soft), weights[1] = sigmoid(b);
+}
+
+// A warp for every head of every token of every row, key heads first.
+__global__ void __launch_bounds__(kUnits* kWarp) delta_tokens_kernel(mlspec_cuda_delta a, int padded) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int row = blockIdx.z, lane = threadIdx.x % kWarp, unit = blockIdx.x * kUnits + threadIdx.x / kWarp;
+  if (unit >= a.key_heads + a.value_heads) return;
+  const DeltaSpan span = span_of(a, row);
+  for (int p = span.begin + int(blockIdx.y); p < span.end; p += gridDim.y) {
+    const int64_t slot = int64_t(row) * (a.window + a.width) + p - span.begin;
+    if (unit < a.key_heads)
+      read_keys(a, row, span, p, slot, unit, padded, lane);
+    else
+      read_values(a, row, span, p, slot, unit - a.key_heads, lane);
+  }
+}
+
+}  // namespace mlspec

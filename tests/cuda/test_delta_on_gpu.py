@@ -1,0 +1,129 @@
+"""On a GPU: are gated delta nets those of the plain op and the modules, with the same bits alone and among others?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoder_cases import check_captured_chain, random_ids
+from decoders import HYBRIDS, Lanes, random_model
+from delta_cases import CALLS, LENGTH, Rows, numbers
+
+import hf_mlspec
+from hf_mlspec import ops
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.engine import CudaEngine
+from hf_mlspec.engines.engine import Guess
+from hf_mlspec.ops.delta import AT_END, KEEP
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+PACKED = {**SHAPE, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+TOKENS = 200
+
+pytestmark = pytest.mark.usefixtures("kernels_are_required")
+
+
+def on_gpu(name: str, **options):
+    return random_model(name, torch.bfloat16, **{**SHAPE, **options}).cuda()
+
+
+@pytest.mark.parametrize(("sizes", "taps"), [([2, 4, 12, 8], 4), ([1, 3, 128, 128], 4), ([2, 2, 64, 40], 2),
+                                             ([1, 2, 160, 256], 8)], ids=str)  # fmt: skip
+def test_tokens_are_those_of_the_plain_op_with_one_set_of_bits(sizes, taps):
+    plain = Rows(*numbers(torch.bfloat16, sizes, taps), sizes).feed([0, 0], [LENGTH] * 2, AT_END)
+    given = numbers(torch.bfloat16, sizes, taps, "cuda")
+    rows = Rows(*given, sizes, behind=3 * (sizes[0] == 1))
+    whole = Rows(*given, sizes).feed([0, 0], [LENGTH] * 2, AT_END)
+    for r in range(2):
+        assert float((whole[r].cpu().float() - plain[r]).norm() / plain[r].norm()) < 2e-3
+    for starts, counts, settles in CALLS if taps == 4 else ():
+        for r, found in enumerate(rows.feed(starts, counts, settles)):
+            assert torch.equal(found, whole[r][starts[r] : starts[r] + counts[r]])
+
+
+def test_a_row_without_its_state_is_not_a_number():
+    rows = Rows(*numbers(torch.bfloat16, device="cuda"))
+    rows.feed([0, 0], [20, 10], AT_END)
+    lost, found = rows.feed([19, 10], [1, 1], KEEP)
+    assert lost.isnan().all()
+    assert not found.isnan().any()
+
+
+def test_gates():
+    x, gates = torch.randn(5, 24).bfloat16(), torch.randn(5, 40).bfloat16()[:, 16:]
+    found = ops.sigmoid_gated(x.cuda(), gates.cuda()[:, :24])
+    assert float((found.cpu().float() - ops.sigmoid_gated(x, gates)).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_step_is_near_the_modules_in_float32(name):
+    ids = random_ids(2, TOKENS)
+    with torch.no_grad():
+        stock = on_gpu(name).float()(torch.tensor(ids).cuda()).logits
+    found = torch.stack(Lanes(CudaDecoder(on_gpu(name)), 2, slots=256).feed(ids))
+    best = stock.gather(2, found.argmax(-1, keepdim=True))[..., 0]
+    assert float(((stock.max(-1).values - best) / stock.std(-1)).median()) <= 0.05
+    assert float((found - stock).norm() / stock.norm()) < 0.2
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_bits_do_not_depend_on_the_grouping(name):
+    decoder, ids = CudaDecoder(on_gpu(name)), random_ids(33, TOKENS)
+    together = torch.stack(Lanes(decoder, 3, slots=256).feed(ids[:3]))
+    single = Lanes(decoder, 3, slots=256)
+    steps = [torch.stack(single.feed([row[i : i + 1] for row in ids[:3]])) for i in range(TOKENS)]
+    assert torch.equal(torch.cat(steps, dim=1), together)
+    crowd = Lanes(decoder, 33, slots=256)
+    pieces = [crowd.feed([row[first : first + 9] for row in ids], padding=first % 2) for first in range(0, TOKENS, 9)]
+    assert torch.equal(torch.cat([piece[1] for piece in pieces]), together[1])
+    ragged = Lanes(decoder, 3, slots=256)
+    ragged.feed([ids[0][:140], ids[1][:5], []])
+    first = ragged.feed([ids[0][140:144], [], ids[2][:19]], padding=2)
+    second = ragged.feed([ids[0][144:145], ids[1][5:7], ids[2][19:22]])
+    assert torch.equal(torch.cat([first[0], second[0]]), together[0, 140:145])
+    assert torch.equal(second[1], together[1, 5:7])
+    assert torch.equal(torch.cat([first[2], second[2]]), together[2, :22])
+
+
+def engine_over(model, decoder: CudaDecoder, rows: int, follow: CudaEngine | None = None) -> CudaEngine:
+    made = CudaEngine(model, decoder, follow=follow, capacity=256)
+    made.start(rows, decoder.device)
+    return made
+
+
+def test_rows_that_are_taken_back_go_on_as_if_they_had_not_been():
+    """Drafts by steps in the target's own states, checks of five tokens of which fewer are kept: captured from the
+    third round on."""
+    model = on_gpu("qwen3.5")
+    decoder, rows = CudaDecoder(model), [row[:n] for row, n in zip(random_ids(3), (40, 9, 1), strict=True)]
+    leader = engine_over(model, decoder, 3)
+    follower = engine_over(model, decoder, 3, leader)
+    leader.feed(rows)
+    leader.lengths = [len(row) - 1 for row in rows]
+    for round in range(12):
+        follower.lengths = list(leader.lengths)
+        drafted = [follower.feed(rows)[:, 0].argmax(-1)]
+        for _ in range(4):
+            drafted.append(follower.step(drafted[-1][:, None], [1] * 3, [0] * 3, 1)[:, 0].argmax(-1))
+        tokens = torch.stack(drafted, dim=1)
+        best = leader.feed(rows, Guess(tokens, [5] * 3)).argmax(-1).tolist()
+        assert [line[:5] for line in best] == tokens.tolist()
+        kept = [round % 6, 5 - round % 6, 2]
+        rows = [row + line[: n + 1] for row, line, n in zip(rows, best, kept, strict=True)]
+        leader.lengths = [len(row) - 1 for row in rows]
+    alone = torch.cat([engine_over(model, decoder, 1).feed([row])[0] for row in rows])
+    assert torch.equal(leader.feed(rows)[:, 0], alone)
+
+
+@pytest.mark.parametrize("levels", [["mxfp4"], ["prompt_lookup"], ["mxfp4", "prompt_lookup"]], ids=str)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_captured_chains_write_what_the_target_alone_writes(name, levels):
+    check_captured_chain(on_gpu(name, **PACKED), levels)
+
+
+@pytest.mark.parametrize("levels", [["copy"], ["mxfp4", "copy"]], ids=str)
+def test_a_draft_with_states_of_its_own_is_captured(levels):
+    """A copy of the target drafts what that takes."""
+    model, draft = on_gpu("qwen3.5", **PACKED), on_gpu("qwen3.5", **PACKED)
+    check_captured_chain(model, [draft if word == "copy" else word for word in levels])
+    if len(levels) == 1:
+        assert hf_mlspec.last_stats(model).levels[0].acceptance > 0.9

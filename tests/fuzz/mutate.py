@@ -1,0 +1,102 @@
+"""How is a malformed input made of a good one? A few seeded changes of bytes, or of what a JSON text says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+_NUMBERS = (0, 1, 7, 127, 128, 255, 256, 65535, 65536, *(2**bits - one for bits in (31, 32, 63, 64) for one in (0, 1)))
+_VALUES = (
+    None, True, False, 0, 1, -1, 2, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.0, -0.0, 1e308, 0.5, "", "0", "x" * 300,
+    "\ud800", "\x00", "../..", [], [[]], {}, {"": {}}, [0] * 65, [None], ["x"], {"x": 1},
+)  # fmt: skip
+_TEXTS = (
+    b"NaN", b"Infinity", b"-", b"1e999", b"{", b"[" * 2000, b'{"a":' * 2000, b"\xff", b"\x00", b'"', b",", b"9" * 5000,
+)  # fmt: skip
+
+Change = Callable[[bytearray, random.Random], None]
+
+
+def _flip(data: bytearray, chance: random.Random) -> None:
+    if data:
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+
+
+def _set(data: bytearray, chance: random.Random) -> None:
+    if data:
+        data[chance.randrange(len(data))] = chance.randrange(256)
+
+
+def _number(data: bytearray, chance: random.Random) -> None:
+    """A little-endian number of four or eight bytes, in place."""
+    size, at = chance.choice((4, 8)), chance.randrange(len(data) + 1)
+    data[at : at + size] = (chance.choice(_NUMBERS) % 256**size).to_bytes(size, "little")
+
+
+def _cut(data: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(data) + 1)
+    del data[at : at + chance.choice((1, 2, 8, 64, len(data)))]
+
+
+def _double(data: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(data) + 1)
+    piece = data[at : at + chance.randrange(1, 65)]
+    data[at:at] = piece * chance.choice((1, 1, 1, 40))
+
+
+def _insert(data: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(data) + 1)
+    data[at:at] = chance.choice(_TEXTS) if chance.random() < 0.5 else chance.randbytes(chance.randrange(1, 9))
+
+
+def _swap(data: bytearray, chance: random.Random) -> None:
+    first, second = sorted(chance.randrange(len(data) + 1) for _ in range(2))
+    size = chance.randrange(1, 17)
+    data[first : first + size], data[second : second + size] = (
+        data[second : second + size], data[first : first + size],
+    )  # fmt: skip
+
+
+CHANGES: tuple[Change, ...] = (_flip, _flip, _set, _number, _cut, _double, _insert, _swap)
+
+
+def changed_bytes(data: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
+    """One to six changes; now and then the beginning of one input with the end of another."""
+    found = bytearray(data)
+    if chance.random() < 0.1:
+        other = chance.choice(others)
+        found[chance.randrange(len(found) + 1) :] = other[chance.randrange(len(other) + 1) :]
+    for _ in range(chance.choice((1, 1, 1, 2, 3, 6))):
+        chance.choice(CHANGES)(found, chance)
+    return bytes(found)
+
+
+def changed_json(value: object, chance: random.Random) -> object:
+    """The value with one of its parts removed, doubled, renamed, moved or replaced by an odd one."""
+    if chance.random() < 0.1 or not isinstance(value, dict | list) or not value:
+        return chance.choice(_VALUES)
+    if isinstance(value, list):
+        at, how = chance.randrange(len(value)), chance.random()
+        if how < 0.1:
+            return value[:at] + value[at + 1 :]
+        if how < 0.2:
+            return value[: at + 1] * chance.choice((1, 2))
+        return [*value[:at], changed_json(value[at], chance), *value[at + 1 :]]
+    key, how = chance.choice(list(value)), chance.random()
+    if how < 0.1:
+        return {name: part for name, part in value.items() if name != key}
+    if how < 0.2:
+        return value | {chance.choice((*value, "", "other", "0")): value[key]}
+    return value | {key: changed_json(value[key], chance)}
+
+
+def changed_text(text: bytes, chance: random.Random) -> bytes | None:
+    """A JSON text that says something else; None where it is no JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        value = changed_json(value, chance)
+    return json.dumps(value, ensure_ascii=chance.random() < 0.9).encode(errors="surrogatepass")

@@ -1,0 +1,195 @@
+"""Do readers refuse what is malformed in their own words? A few seconds of each, and what was found before."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+pytest.importorskip("fastapi", reason="requests are read by the server; pip install 'hf-mlspec[serve]'")
+pytest.importorskip("gguf", reason="tests of files write with it")
+
+from hf_mlspec.batch.lines import BadLine, read_line
+from hf_mlspec.calibration.finished import FinishedBlocks
+from hf_mlspec.checkpoints.pickles import read_pickle
+from hf_mlspec.checkpoints.readers import reader_for
+from hf_mlspec.engines.memory import bytes_in
+from hf_mlspec.integration.levels.head_folder import read_head_folder
+from hf_mlspec.integration.levels.words import is_head_folder, parse_level
+from hf_mlspec.routing.router import Router
+from hf_mlspec.serving.asked import read_asked
+from hf_mlspec.serving.chat import _check_messages
+from hf_mlspec.serving.errors import ApiError
+from hf_mlspec.serving.limits import Limits
+from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.traces.file import read_trace
+from tests.fuzz import seeds
+from tests.fuzz.harness import Counts, Target, feed, fuzz
+from tests.fuzz.targets import TARGETS
+
+DEEP = b'{"a":' * 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_malformed_inputs(target, tmp_path):
+    logging.disable(logging.CRITICAL)
+    try:
+        counts = fuzz(target, tmp_path, seed=7, seconds=0.9)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert [f"{one.what}: {one.said} {one.data[:200]!r}" for one in counts.findings.values()] == []
+    assert counts.inputs > 20
+    assert counts.taken
+
+
+def says(path) -> None:
+    """A reader with faults of its own."""
+    data = path.read_bytes()
+    if data == b"ours":
+        raise ValueError("this is no input")
+    if data == b"foreign":
+        int("x")
+    if data == b"large":
+        bytearray(64 << 20)
+
+
+@pytest.mark.parametrize(("data", "found"), [
+    (b"ours", "ValueError"), (b"foreign", "ValueError"), (b"large", "more memory"), (b"good", None),
+])  # fmt: skip
+def test_the_harness_finds(tmp_path, data, found):
+    """Errors that are raised outside of the package are findings, whatever their kind."""
+    counts = Counts()
+    feed(Target("a reader", (b"good",), says), data, ".bin", tmp_path, counts)
+    assert counts.inputs == 1
+    assert [found in what for what in counts.findings] == ([] if found is None else [True])
+
+
+def test_a_seed_repeats_its_inputs(tmp_path):
+    found = []
+    target = Target("a reader", seeds.batch_lines(), lambda path: found.append(path.read_bytes()))
+    fuzz(target, tmp_path, seed=3, seconds=60, most=60)
+    fuzz(target, tmp_path, seed=3, seconds=60, most=60)
+    assert found[:60] == found[60:]
+    assert len(set(found)) > 40
+
+
+def test_a_zip_that_names_places_beyond_itself(tmp_path):
+    file = tmp_path / "R.bin"
+    whole = bytearray(seeds.pickles()[0])
+    at = whole.rfind(b"PK\x05\x06")
+    whole[at + 12 : at + 16] = b"\xff\xff\xff\x7f"  # bytes of the list of its parts, which begins before the file
+    file.write_bytes(whole)
+    with pytest.raises(ValueError, match="is refused"):
+        read_pickle(file)
+
+
+def test_a_trace_of_a_hundred_thousand_brackets(tmp_path):
+    (tmp_path / "trace.json").write_bytes(DEEP)
+    with pytest.raises(ValueError, match="not JSON"):
+        read_trace(tmp_path / "trace.json")
+
+
+def test_costs_beyond_floats():
+    with pytest.raises(ValueError, match="no costs"):
+        PassCosts.from_dict(seeds.costs() | {"attention": 10**400})
+
+
+@pytest.mark.parametrize("url", [["x"], {}, 3])
+def test_a_batch_line_whose_url_is_no_text(url):
+    with pytest.raises(BadLine, match="url is"):
+        read_line(1, json.dumps({"url": url, "body": {"prompt": "x"}}).encode(), 0)
+
+
+@pytest.mark.parametrize("role", [{}, ["user"]])
+def test_a_message_whose_role_is_no_text(role):
+    with pytest.raises(ApiError):
+        _check_messages([{"role": role, "content": "x"}])
+
+
+def test_a_number_of_a_request_beyond_floats():
+    with pytest.raises(ApiError):
+        read_asked({"prompt": "x", "top_p": 10**400}, Limits(), {"prompt"}, samples=True)
+
+
+def router_saying(tmp_path, **said):
+    router, blocks = seeds.routed()
+    router.save(tmp_path / "router.safetensors")
+    data = (tmp_path / "router.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    told = json.loads(header["__metadata__"]["mlspec_router"])
+    kept = {name: value for name, value in (told | said).items() if value is not None}
+    header["__metadata__"]["mlspec_router"] = json.dumps(kept) if "text" not in said else said["text"]
+    text = json.dumps(header).encode()
+    (tmp_path / "router.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return tmp_path / "router.safetensors", blocks
+
+
+@pytest.mark.parametrize("said", [
+    {"text": "{"}, {"text": "3"}, {"text": DEEP.decode()}, {"widths": None}, {"model": 3}, {"hidden": 2**40},
+    {"hidden": 0}, {"temperature": -1.0},
+])  # fmt: skip
+def test_a_router_whose_header_says_nonsense(tmp_path, said):
+    """2**40 units would be asked for memory before a tensor is read."""
+    path, blocks = router_saying(tmp_path, **said)
+    with pytest.raises(ValueError, match="the router is damaged"):
+        Router.load(path, blocks)
+
+
+@pytest.mark.parametrize("change", [(b'"checksums"', b'"ghecksums"'), (b'"report"', b'"veport"'), (b'"[{', b'"[z'),
+                                    (b'"{\\"q', b'"i\\"q')])  # fmt: skip
+def test_a_finished_block_whose_header_says_nothing_of_it(tmp_path, change):
+    work = tmp_path / "work"
+    kept = FinishedBlocks(work, seeds.IDENTITY)
+    data = seeds.blocks()[0]
+    assert change[0] in data
+    (work / "block_0000.safetensors").write_bytes(data.replace(*change))
+    with pytest.raises(ValueError, match="is damaged"):
+        kept.read(0)
+
+
+@pytest.mark.parametrize("data", [b"", b"0", b'""', b"\xae", b"[", b"[1]", DEEP])
+def test_a_calibration_whose_settings_are_damaged(tmp_path, data):
+    work = tmp_path / "work"
+    FinishedBlocks(work, seeds.IDENTITY)
+    (work / "calibration.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"calibration.json is damaged .*: remove"):
+        FinishedBlocks(work, seeds.IDENTITY)
+
+
+@pytest.mark.parametrize("change", [{"architectures": 3}, {"architectures": 0.5}])
+def test_a_config_whose_architectures_are_no_list_is_no_heads(tmp_path, change):
+    said = {name: value for name, value in json.loads(seeds.heads()[1]).items()} | change
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert not is_head_folder(str(tmp_path))
+
+
+def test_a_config_of_a_hundred_thousand_brackets_is_no_heads(tmp_path):
+    (tmp_path / "config.json").write_bytes(DEEP)
+    assert not is_head_folder(str(tmp_path))
+
+
+def test_a_head_whose_layer_is_a_text(tmp_path):
+    said = json.loads(seeds.heads()[0]) | {"transformer_layer_config": ["a layer of two"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="lacks or mistakes"):
+        read_head_folder(str(tmp_path))
+
+
+def test_a_word_longer_than_a_path_may_be():
+    with pytest.raises(ValueError, match="neither an existing folder nor a known word"):
+        parse_level("x" * 5000)
+
+
+def test_bytes_beyond_floats():
+    assert bytes_in("9" * 400) is None
+    assert bytes_in("6GiB") == 6 << 30
+
+
+def test_a_scheme_whose_group_size_is_a_list():
+    config = json.loads(seeds.quantization_configs()[6])
+    config["config_groups"]["group_0"]["weights"]["group_size"] = [32]
+    reader_for(config)

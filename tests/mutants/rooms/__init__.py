@@ -1,0 +1,1 @@
+"""Which mutants are there? One file a room; a mutant is named by what is wrong with it."""
