@@ -205,12 +205,13 @@ def _check_ids(model, prompts: Prompts) -> None:
     """Levels read ids beyond their table as padding rows; in the user's own prompt such an id is a mistake."""
     size = model.get_input_embeddings().num_embeddings
     for number, row in enumerate(prompts.rows):
-        wrong = next((token for token in row if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt {number} holds token {wrong}, and {type(model).__name__} embeds 0 to {size - 1}: encode the "
-                "prompt with the target's own tokenizer"
-            )
+        if 0 <= min(row) and max(row) < size:
+            continue
+        wrong = next(token for token in row if not 0 <= token < size)
+        raise ValueError(
+            f"prompt {number} holds token {wrong}, and {type(model).__name__} embeds 0 to {size - 1}: encode the "
+            "prompt with the target's own tokenizer"
+        )
 
 
 def check_model(model: nn.Module, name: str) -> None:

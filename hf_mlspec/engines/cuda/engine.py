@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ...formats import CacheFormat
 from ...ops.delta import AT_END, KEEP
+from ...ops.integers import integers
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
@@ -218,8 +220,10 @@ def _packing(counts: list[int], width: int, device: torch.device) -> Packing:
 
 
 def int32(values: list, decoder: CudaDecoder) -> Tensor:
-    """A list, or a list of lists, on the decoder's device."""
-    return torch.tensor(values, dtype=torch.int32).to(decoder.device, non_blocking=True)
+    """A list, or a list of lists of one length, on the decoder's device."""
+    nested = bool(values) and isinstance(values[0], list)
+    found = integers(list(chain.from_iterable(values)) if nested else values, torch.int32)
+    return (found.view(len(values), len(values[0])) if nested else found).to(decoder.device, non_blocking=True)
 
 
 def padded(rows: Rows, width: int) -> Rows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...ops.integers import integers
 from ...speculation.row_sampling import RowRule
 from ...speculation.sampling import drawn_seed
 from ...speculation.stats import LevelStats, SpeculationStats
@@ -288,8 +289,9 @@ def _check_logprobs(count: Any, vocab_size: int) -> None:
 def _as_row(prompt: Any) -> Tensor:
     """What a user gave for one prompt as a tensor; `[n]` becomes `[1, n]`."""
     try:
-        given = torch.as_tensor(prompt)
-    except (TypeError, ValueError, RuntimeError) as error:
+        ids = isinstance(prompt, list) and set(map(type, prompt)) == {int}
+        given = integers(prompt, torch.int64) if ids else torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"a request's input is a {type(prompt).__name__}, not token ids (a list or a tensor) or a string: {error}"
         ) from error

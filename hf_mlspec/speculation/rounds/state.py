@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.integers import integers
+
 
 class Noise(NamedTuple):
     """How a row samples: with the noise of this stream of a seed, which is added to logits over a temperature; a
@@ -89,7 +91,7 @@ class RoundState:
         for row in rows:
             packed += [*row, *[0] * (width - len(row))]
         keys = torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64) for seed in seeds])
-        parts = keys, torch.tensor(temperatures, dtype=torch.float32), torch.tensor(packed, dtype=torch.int32)
+        parts = keys, torch.tensor(temperatures, dtype=torch.float32), integers(packed, torch.int32)
         both = torch.cat([part.view(torch.int32) for part in parts])
         sent = both.to(self.tokens.device)  # one copy: the host waits for each
         keys, heat, sent = sent[: 2 * count].view(torch.int64), sent[2 * count : 3 * count], sent[3 * count :]
