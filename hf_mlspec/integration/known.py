@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..engines.built import device_of
-from ..nn.state import ModelState, state_of
+from ..nn.state import ModelState
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
@@ -254,7 +254,6 @@ def _build(wiring: Wiring, known: Known, chain: Chain, resolved: Callable[[], li
     chain.deferred, known.seconds = None, 0.0
     if chain.on_built is not None:
         chain.on_built(chain.drafter)
-    watched = state_of(wiring.model).last_stats
-    if watched is not None:
-        watched.levels[:] = [level.stats for level in chain.levels]
+    if chain.watched is not None:
+        chain.watched.levels[:] = chain.counts
     return Built(chain.drafter, chain.levels, chain.runners, chain.samplers[1:])

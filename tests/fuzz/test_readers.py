@@ -107,6 +107,11 @@ def test_a_message_whose_role_is_no_text(role):
         _check_messages([{"role": role, "content": "x"}])
 
 
+def test_a_bias_of_a_request_beyond_floats():
+    with pytest.raises(ApiError, match="logit_bias must be an object of token ids and numbers"):
+        read_asked({"prompt": "x", "logit_bias": {"3": 10**400}}, Limits(), {"prompt"}, samples=True)
+
+
 def test_a_number_of_a_request_beyond_floats():
     with pytest.raises(ApiError):
         read_asked({"prompt": "x", "top_p": 10**400}, Limits(), {"prompt"}, samples=True)

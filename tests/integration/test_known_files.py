@@ -147,6 +147,25 @@ def test_levels_come_in_the_middle_of_a_stream(built, cost, load, draft, three):
     assert state_of(other).last_stats.levels[0].accepted > 0
 
 
+def test_a_call_between_two_rounds_of_a_stream_keeps_its_own_counts(built, cost, load, draft, three):
+    """The levels of the stream come behind it, and are counted where the stream is looked at."""
+    options = {"assistant_models": [draft], "max_new_tokens": 20, "eos_token_id": None, "max_batch": 2}
+    list(generate_stream(load(), ROWS, **options))
+    model, between = load(), []
+
+    def source():
+        yield ROWS[0]
+        write(model, ["ngram"], 4, speculation_config={"num_draft_tokens": 2})
+        between.append(state_of(model).last_stats)
+        yield ROWS[1]
+
+    built.clear()
+    list(generate_stream(model, source(), **options))
+    assert built == [[], ["ngram"], ["draft"]]
+    assert [level.name for level in between[0].levels] == ["ngram"]
+    assert state_of(model).last_stats.levels[0].accepted > 0
+
+
 @pytest.mark.parametrize("change", ["a file of the level", "another machine", "damaged", "no costs", "other options"])
 def test_where_anything_changed_all_levels_are_built(built, cost, load, draft, tmp_path, change):
     ids = write(load(), [draft])
