@@ -205,7 +205,7 @@ def _check_ids(model, prompts: Prompts) -> None:
     """Levels read ids beyond their table as padding rows; in the user's own prompt such an id is a mistake."""
     size = model.get_input_embeddings().num_embeddings
     for number, row in enumerate(prompts.rows):
-        if 0 <= min(row) and max(row) < size:
+        if min(row) >= 0 and max(row) < size:
             continue
         wrong = next(token for token in row if not 0 <= token < size)
         raise ValueError(
