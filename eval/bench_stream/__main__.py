@@ -129,7 +129,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
 
 
 def _options(number: int, limit: int, temperature: float | None) -> dict[str, Any]:
-    sampled = {} if temperature is None else {"temperature": temperature, "seed": number}
+    sampled = {} if temperature is None else {"temperature": temperature, "top_k": 0, "seed": number}
     return {_LIMIT: limit, "do_sample": temperature is not None, **sampled}
 
 
