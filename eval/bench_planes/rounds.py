@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 import hf_mlspec
 from eval.plans.places import TRACES
 from eval.random_packed import random_planes_model
-from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
+from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
 from hf_mlspec.nn.plane_source import PlaneCounts
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.plane_budget import bytes_of
 
+LENGTHS = (8, 16, 24)  # tokens of a draft
 TRACE = "code-76m-planes8-planes4-long-humaneval.json"
 
 
@@ -34,6 +35,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         yield _replayed(model, trace.alone(), options, engine=engine, name=f"resident alone, {engine or 'compiled'}")
     step = _draft_step(model, options)
     yield {"draft_step_ms": step * 1e3}
+    yield from captured(model, trace, options, step, "resident")
     hf_mlspec.clear(model)
     budget = budget_of(model, options, dense)
     begin = time.perf_counter()
@@ -48,6 +50,30 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         told = {"engine": engine, "speed": speed, "draft_step": step}
         yield _replayed(model, trace, options, name=f"streamed, {engine or 'compiled'}", **told)
         yield _replayed(model, trace.alone(), options, name=f"streamed alone, {engine or 'compiled'}", **told)
+    yield from captured(model, trace, options, step, "streamed", speed)
+
+
+def captured(
+    model: PreTrainedModel, trace: Trace, options: argparse.Namespace, step: float, name: str, speed: float = 0.0
+) -> Iterator[dict]:
+    """Rounds that are one graph, of several lengths; none without a GPU. step: seconds of a draft step."""
+    for length in LENGTHS if options.device.type == "cuda" else ():
+        fixed, source, takes = reschedule(trace, length), source_of(model), []
+        how = {"max_new_tokens": options.tokens, "rows": range(options.rows)}
+        for _ in range(options.repeats):
+            takes.append(replay_captured(model, fixed, [f"planes{options.top_planes}"], **how).stats)
+        stats = min(takes, key=lambda own: own.seconds - own.prefill_seconds)
+        rounds, decoding = stats.target_passes - options.rows, stats.seconds - stats.prefill_seconds
+        found = {
+            "name": f"{name}, captured, {length} drafted", "rounds": rounds, "round_ms": decoding / rounds * 1e3,
+            "tokens_s": (stats.new_tokens - stats.prefill_tokens) / decoding, "draft_ms": length * step * 1e3,
+            "tokens_a_round": (stats.new_tokens - stats.prefill_tokens) / rounds,
+        }  # fmt: skip
+        if source is not None:
+            low = sum((one.low - one.kept) * source.sizes[one.place].plane for one in source.layers)
+            bus = low / speed * 1e3
+            found |= {"bus_ms": bus, "over_bound": found["round_ms"] / max(bus, found["draft_ms"])}
+        yield found
 
 
 def prompts(options: argparse.Namespace) -> Iterator[dict]:

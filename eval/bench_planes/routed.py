@@ -1,7 +1,7 @@
 """What do prompts and tokens take at widths that a router picks, beside static ones, resident and on demand?
 
-The router is made, not trained: a quarter of the blocks reads 6 planes, the others 4, and one block in eight leaves it
-to the query.
+The router is made, not trained: some blocks read 6 planes, the others 4, so that it is 4.4 of a weight, and one block
+in eight leaves it to the query.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from .rounds import budget_of, dense_bytes, model_of, plane_bytes, source_of
 
 _STEPS = 24  # tokens behind the longest prompt; the first third captures
 _SHOWN = 8  # prompts that are not timed: they load kernels, and planes that they read come to stay
-_NARROW, _WIDE = 4, 6
+_NARROW, _WIDE, _AVERAGE = 4, 6, 4.4
 
 
 def made_router(blocks: list[Block]) -> Router:
     """See above; the same for every run."""
     router, generator = Router(blocks), torch.Generator().manual_seed(0)
     order = torch.randperm(len(blocks), generator=generator).tolist()
-    wide, open_ = order[: len(blocks) // 4], order[len(blocks) // 4 :][: len(blocks) // 8]
+    open_, rest, wide = order[: len(blocks) // 8], order[len(blocks) // 8 :], []
+    while rest and average_bits([_WIDE if j in wide else _NARROW for j in range(len(blocks))], blocks) < _AVERAGE:
+        wide.append(rest.pop())
     for place, one in enumerate(router.of):
         scores = torch.full_like(one.outer.bias, -100.0)
         for width in (_NARROW, _WIDE):
@@ -61,9 +63,10 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _all(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> Iterator[dict]:
-    known = [_WIDE if one.outer.bias[router.widths.index(_WIDE)] == 0 else _NARROW for one in router.of]
+    narrow, wide = (router.widths.index(width) for width in (_NARROW, _WIDE))
+    known = [_WIDE if one.outer.bias[wide] > one.outer.bias[narrow] else _NARROW for one in router.of]
     for tokens in (16, 64) if options.quick else (256, 2048):
-        for name, widths in {"known": known, "routed": None, "4": [4] * len(known), "8": [8] * len(known)}.items():
+        for name, widths in {"known": known, "routed": None, "8": [8] * len(known)}.items():
             yield {"widths": name, "tokens": tokens, **_timed(model, router, widths, tokens, options)}
 
 

@@ -16,7 +16,8 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     An error leaves nothing of it, and what was at ``path`` before. A file that is replaced hands on its permissions.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    # torch.save writes a file's name up to its last dot into it, which must be there, and the same every time.
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         yield beside
         _flush(beside)

@@ -51,8 +51,9 @@ class Known:
     names, kinds, follows: as of `Deferred`. seen: as of `Chain`. key: of what calls learn. held: models and tokenizers
     that were given; decoder: of the target as it stood. costs: of the target and the levels, by whether they are of
     passes inside captured rounds; captured: those rounds, where there are any. file: where other processes find it,
-    None: nowhere. seconds: what building the levels took, where this process has not built them; left_off: the calls
-    that it chose "off" for, and what it chose, by what they have in common.
+    None: nowhere; described: for which of these rounds it is there. seconds: what building the levels took, where this
+    process has not built them; left_off: the calls that it chose "off" for, and what it chose, by what they have in
+    common.
     """
 
     names: list[str]
@@ -66,6 +67,7 @@ class Known:
     costs: dict[bool, tuple[PassCosts, list[LevelCosts]]] = field(default_factory=dict)
     captured: Callable[[], Any] = lambda: None
     file: Path | None = None
+    described: set[bool] = field(default_factory=set)
     seconds: float = 0.0
     left_off: dict[tuple, tuple[int, Choice]] = field(default_factory=dict)
 
@@ -123,6 +125,8 @@ def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple) -> N
     needed = any(level.router is not None or level.is_head for level in levels)
     if wiring.asked is None or decoder is None or needed or not all(runner.can.bit_exact for runner in runners):
         return
+    before = wiring.state.known.get(wiring.asked)
+    before = before if before is not None and before.decoder() is decoder else None
     wiring.state.known[wiring.asked] = Known(
         [level.name for level in chain.levels],
         list(map(Kind.of, chain.levels, chain.runners)),
@@ -132,7 +136,8 @@ def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple) -> N
         list(map(weakref.ref, filter(_is_object, wiring.given.objects))),
         weakref.ref(decoder),
         runners[0].can.capturable,
-        file=file_of(runners[0], wiring.given),
+        file=before.file if before else file_of(runners[0], wiring.given),
+        described=before.described if before else set(),
     )
 
 
@@ -143,8 +148,9 @@ def _is_object(one: Any) -> bool:
 def describe(wiring: Wiring, chain: Chain, replayed: bool) -> None:
     """Costs of this chain are known from now on: other processes begin with that."""
     known: Known = wiring.state.known[wiring.asked]
-    if known.file is None:
+    if known.file is None or replayed in known.described:
         return
+    known.described.add(replayed)
     _, told = known.costs[replayed]
     write_description(known.file, chain.target.runner, {
         "names": known.names,
@@ -173,7 +179,7 @@ def _found(wiring: Wiring, chain: Chain) -> Known | None:
         held = list(map(weakref.ref, filter(_is_object, given.objects)))
         key, seconds = _as_tuple(found["key"]), float(found["seconds"])
         known = Known(found["names"], kinds, bool(found["follows"]), int(found["seen"]), key, held,
-                      weakref.ref(decoder), replayed, file=file, seconds=seconds)  # fmt: skip
+                      weakref.ref(decoder), replayed, file=file, described={replayed}, seconds=seconds)  # fmt: skip
     except (KeyError, TypeError, ValueError):  # damaged: as if there were none
         return None
     if told is None:

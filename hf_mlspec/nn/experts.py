@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import ops
 from ..formats import Parts
 from ..ops.products import sliced_linear
 from .expert_modules import ExpertModule
 from .packed import PackedModule, require_switch
 from .switch import PrecisionSwitch
+
+MOST_PLANNED = 1024  # experts of a layer: MLSPEC_CUDA_MOST_EXPERTS
 
 
 class PackedExperts(PackedModule):
@@ -149,7 +152,10 @@ class PackedExperts(PackedModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states ``[tokens, hidden]``; the experts of each token, int ``[tokens, k]`` (one beyond the last
-        contributes nothing: another process has it), and their weights -> ``[tokens, hidden]``."""
+        contributes nothing: another process has it), and their weights -> ``[tokens, hidden]``. On a GPU the host does
+        not wait for the routing."""
+        if hidden_states.is_cuda and self._fits_plans(hidden_states):
+            return self._planned(hidden_states, top_k_index, top_k_weights)
         tokens, top_k = top_k_index.shape
         experts, slots = top_k_index.reshape(-1).sort(stable=True)  # slot = token * top_k + place in its routing
         counts = torch.bincount(experts, minlength=self.original.num_experts).tolist()
@@ -166,11 +172,36 @@ class PackedExperts(PackedModule):
             total = total + weighted[:, place]
         return total.to(hidden_states.dtype)
 
+    def _fits_plans(self, x: torch.Tensor) -> bool:
+        """Whether ops multiply all experts that tokens chose at once (ops/experts.py)."""
+        plain = x.dtype == torch.bfloat16 and self.switch.multiply == "fused" and not self.is_lent
+        kept = any(self._buffers[f"{key}_dense"] is not None for key in self.names)
+        fits = self.original.num_experts <= MOST_PLANNED and x.shape[-1] % 8 == 0
+        return plain and fits and not kept and self.format in ("mxfp4", "int4")
+
+    def _planned(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts = chosen.int().contiguous()
+        plan = ops.plan_rows(experts, self.original.num_experts)
+        out = self._run(lambda key, rows: self._multiply_planned(key, rows, experts, plan), x.contiguous())
+        here = (experts < self.original.num_experts).view(-1, 1)  # rows of others were not written
+        return ops.weighted_rows(out.where(here, 0), weights.float().contiguous(), None)
+
+    def _multiply_planned(self, key: str, x: torch.Tensor, experts: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
+        bias = self._parameters[f"{key}_bias"].detach().contiguous() if self.has_bias else None
+        tiles, rows = self.prepack_().parts(key), self._rows(key)
+        if self.format == "mxfp4":
+            return ops.mxfp4_expert_rows(x, *tiles, bias, experts, plan, rows, self.activation_bits)
+        how = self.group_size, self.activation_bits, self.switch.activation_clip
+        return ops.int4_expert_rows(x, *tiles, bias, experts, plan, rows, *how)
+
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return self._run(lambda key, rows: self._multiply(key, expert, rows), x)
+
+    def _run(self, multiply: Callable[[str, torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         up, down = self.names
-        projected = self._multiply(up, expert, x)
+        projected = multiply(up, x)
         gated = self.original.kind._apply_gate(self, projected) if self.has_gate else self.act_fn(projected)
-        out = self._multiply(down, expert, gated)
+        out = multiply(down, gated.contiguous())
         return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out
 
     def _multiply(self, key: str, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .dense import _bf16_linear, _f32_linear
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .operator import CACHE_FLOATS, Operands, operator
-from .rows import _rms_norm
+from .rows import _rms_norm, gated_pairs
 
 
 def rows_of_item(pairs: int, experts: int) -> int:
@@ -32,16 +32,23 @@ def most_items(pairs: int, experts: int) -> int:
 
 
 def plan_of(experts: Tensor, num_experts: int) -> Tensor:
-    """The plan (above) of int32 experts ``[n, chosen]``; an expert's pairs stand in their order."""
+    """The plan (above) of int32 experts ``[n, chosen]``; an expert's pairs stand in their order, and last those whose
+    number no expert has."""
     pairs, rows = experts.numel(), rows_of_item(experts.numel(), num_experts)
-    counts = torch.bincount(experts.flatten().long(), minlength=num_experts).tolist()
+    counts = torch.bincount(_sent(experts, num_experts), minlength=num_experts + 1)[:num_experts].tolist()
     items, first = [], 0
     for expert, count in enumerate(counts):
         items += [(expert, first + at, min(rows, count - at)) for at in range(0, count, rows)]
         first += count
     items += [(0, 0, 0)] * (most_items(pairs, num_experts) - len(items))
-    places = experts.flatten().sort(stable=True).indices.int()
+    places = _sent(experts, num_experts).sort(stable=True).indices.int()
     return torch.cat([places, torch.tensor(items, dtype=torch.int32, device=experts.device).flatten()])
+
+
+def _sent(experts: Tensor, count: int) -> Tensor:
+    """int64 ``[pairs]``: the expert of each pair, count for numbers that none has."""
+    pairs = experts.flatten().long()
+    return pairs.where((pairs >= 0) & (pairs < count), count)
 
 
 def _check_route(given: Operands) -> None:
@@ -144,6 +151,27 @@ def _in_best_groups(values: Tensor, groups: int, chosen: int) -> Tensor:
     return values.where(seen.repeat_interleave(own.shape[1], dim=1), -torch.inf)
 
 
+def _check_plan(given: Operands) -> None:
+    given.require_dtype("experts", torch.int32)
+    if given.experts.ndim != 2 or given.num_experts < 1:
+        raise ValueError(
+            f"{given.op}: experts has shape {list(given.experts.shape)} and num_experts is {given.num_experts}, "
+            "expected [n, chosen] and 1 or more"
+        )
+
+
+def _fake_plan(given: Operands) -> Tensor:
+    pairs = given.experts.numel()
+    return given.experts.new_empty(pairs + 3 * most_items(pairs, given.num_experts))
+
+
+@operator(_check_plan, _fake_plan, composed_on_cpu=True)
+def plan_rows(experts: Tensor, num_experts: int) -> Tensor:
+    """The plan of int32 experts ``[n, chosen]`` that something else than ``route_rows`` chose. Pairs whose number no
+    expert has are in no item: products leave their rows unwritten."""
+    return plan_of(experts, num_experts)
+
+
 def _check_rows(given: Operands, count: int, in_features: int, out_features: int) -> None:
     given.require_float("x", CACHE_FLOATS)
     given.require_dtype("experts", torch.int32)
@@ -154,6 +182,11 @@ def _check_rows(given: Operands, count: int, in_features: int, out_features: int
     if x.ndim != 2 or x.shape[1] != in_features or len(x) not in (len(experts), experts.numel()):
         raise ValueError(
             f"{given.op}: x has shape {list(x.shape)}, expected [{len(experts)} or {experts.numel()}, {in_features}]"
+        )
+    if not 0 <= given.limit < float("inf") or (given.limit and out_features % 2):
+        raise ValueError(
+            f"{given.op}: limit is {given.limit} for {out_features} outputs, expected 0 (none), or a number above for "
+            "gate and up in turns"
         )
     given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
     if given.bias is not None:
@@ -181,62 +214,95 @@ def _check_stacked(given: Operands) -> None:
     _check_rows(given, len(tiles), given.x.shape[-1], given.out_features)
 
 
-def _pairs(given: Operands) -> Tensor:
-    return given.x.new_empty((given.experts.numel(), given.out_features))
+def _pairs(given: Operands, out_features: int) -> Tensor:
+    return given.x.new_empty((given.experts.numel(), out_features // 2 if given.limit else out_features))
 
 
 def _by_expert(
-    x: Tensor, bias: Tensor | None, experts: Tensor, out: int, multiply: Callable[[Tensor, int, Tensor | None], Tensor]
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, experts: Tensor, count: int, out: int,
+    multiply: Callable[[Tensor, int, Tensor | None], Tensor],
+) -> Tensor:  # fmt: skip
     pairs = experts.flatten()
     y = x.new_empty(len(pairs), out)
     for expert in pairs.unique().tolist():
+        if not 0 <= expert < count:
+            continue
         own = (pairs == expert).nonzero().flatten()
         y[own] = multiply(x[own // (len(pairs) // len(x))], expert, None if bias is None else bias[expert])
     return y
 
 
-@operator(_check_dense,
-          lambda given: given.x.new_empty((given.experts.numel(), given.weight.shape[1])),
-          composed_on_cpu=True)  # fmt: skip
-def dense_expert_rows(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor) -> Tensor:
+def _gated(y: Tensor, slope: float, limit: float) -> Tensor:
+    return gated_pairs(y, slope, limit) if limit else y
+
+
+@operator(_check_dense, lambda given: _pairs(given, given.weight.shape[1]), composed_on_cpu=True)
+def _dense_expert_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor, slope: float, limit: float
+) -> Tensor:
+    multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
+    y = _by_expert(x, bias, experts, *weight.shape[:2], lambda rows, expert, own: multiply(rows, weight[expert], own))
+    return _gated(y, slope, limit)
+
+
+def dense_expert_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
     ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
     bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
-    On a GPU x and weight are bfloat16; sums are float32."""
-    multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
-    return _by_expert(x, bias, experts, weight.shape[1], lambda rows, expert, own: multiply(rows, weight[expert], own))
+    On a GPU x and weight are bfloat16; sums are float32. limit above 0: outputs are gate and up in turns, and the
+    result ``[n * chosen, out / 2]`` is that of ``gated_pairs``."""
+    return _dense_expert_rows(x, weight, bias, experts, plan, slope, limit)
 
 
-@operator(_check_stacked, _pairs, composed_on_cpu=True)
-def mxfp4_expert_rows(
+@operator(_check_stacked, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _mxfp4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
-    out_features: int, activation_bits: int,
+    out_features: int, activation_bits: int, slope: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
-    ``mxfp4_linear`` multiplies each."""
-
     def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert]
         return mxfp4_linear(rows, *tiles, out_features, own, activation_bits)
 
-    return _by_expert(x, bias, experts, out_features, multiply)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
 
 
-@operator(_check_stacked, _pairs, composed_on_cpu=True)
-def int4_expert_rows(
+def mxfp4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, activation_bits: int, slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
+    ``mxfp4_linear`` multiplies each."""
+    how = out_features, activation_bits, slope, limit
+    return _mxfp4_expert_rows(x, weight_tiles, scale_tiles, bias, experts, plan, *how)
+
+
+@operator(_check_stacked, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _int4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+    slope: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
-    ``int4_linear`` multiplies each."""
     how = {"group_size": group_size, "activation_bits": activation_bits, "activation_clip": activation_clip}
 
     def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
         return int4_linear(rows, *tiles, out_features, own, **how)
 
-    return _by_expert(x, bias, experts, out_features, multiply)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
+
+
+def int4_expert_rows(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
+    experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
+    slope: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
+    ``int4_linear`` multiplies each."""
+    how = out_features, group_size, activation_bits, activation_clip, slope, limit
+    return _int4_expert_rows(x, weight_tiles, scale_tiles, zero_tiles, bias, experts, plan, *how)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""How do thousands of integers of Python become a tensor? As an array that is filled: torch looks at each twice."""
+"""How do thousands of Python integers become a tensor? As memory that an array filled: torch looks at each twice."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ choice. Steps behind it know what they read, so that a graph holds them (engines
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engines.cuda.decoder import CudaDecoder
@@ -30,20 +32,43 @@ ORDERED = "its linears read inputs in an order or a rotation of their own, in wh
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
 
 
+class _Scorers:
+    """A router's MLPs where the model is, standardization folded into their first layers: three small kernels and one
+    wait a block."""
+
+    def __init__(self, router: Router, device: torch.device):
+        self.widths, self.layers = router.widths, []
+        with torch.no_grad():
+            for one in router.of:
+                inner = one.inner.weight / one.spread
+                bias = one.inner.bias - inner @ one.mean
+                parts = inner.T, bias, one.outer.weight.T, one.outer.bias
+                self.layers.append([part.to(device).contiguous() for part in parts])
+
+    def choose(self, block: int, features: Tensor) -> int | None:
+        """The width of the highest score, the narrower of equal ones; None where one is NaN or infinite. features:
+        float32 ``[1, features]``."""
+        inner, bias, outer, last = self.layers[block]
+        scores = torch.addmm(last, F.silu(torch.addmm(bias, features, inner)), outer)[0].tolist()
+        return self.widths[scores.index(max(scores))] if all(map(math.isfinite, scores)) else None
+
+
 class _Choosing:
     """Bits of every block of a step over one prompt, chosen from what the block reads. widths: of all blocks."""
 
-    def __init__(self, router: Router, blocks: Sequence[Block]):
-        self.router, self.blocks = router, blocks
-        self.widest, self.key = Bits(router.widths[-1], 16), ()
+    def __init__(self, scorers: _Scorers, blocks: Sequence[Block]):
+        self.scorers, self.blocks = scorers, blocks
+        self.widest, self.key = Bits(scorers.widths[-1], 16), ()
         self.widths: list[int] = []
 
     def at(self, block: int, x: Tensor) -> Bits:
         """As `BlockBits.at`; waits for the device."""
-        mean = x.float().mean(0).to("cpu")
-        found = pooled(mean[None, None], [1], self.blocks[block].name)
-        self.widths.append(self.router.choose(block, found)[0])
-        return Bits(self.widths[-1], 16)
+        width = self.scorers.choose(block, x.mean(0, keepdim=True, dtype=torch.float32))
+        if width is None:
+            pooled(x[None], [len(x)], self.blocks[block].name)  # raises where x is the reason
+            raise FloatingPointError(f"the router scores {self.blocks[block].name} NaN or infinite: train another")
+        self.widths.append(width)
+        return Bits(width, 16)
 
 
 class RoutedCudaEngine(RowWidths, CudaEngine):
@@ -58,6 +83,7 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
         self.router, self.blocks = router, blocks_of(model)
         self.chosen = []
         self._row_bits: dict[tuple, RowBits] = {}
+        self._scorers = _Scorers(router, decoder.device)
 
     def start(self, batch: int, device: torch.device) -> None:
         super().start(batch, device)
@@ -72,7 +98,7 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
 
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         self._reserve(len(row))
-        choosing, device = _Choosing(self.router, self.blocks), self.decoder.device
+        choosing, device = _Choosing(self._scorers, self.blocks), self.decoder.device
         operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
         pick = torch.zeros(1, dtype=torch.int64, device=device)  # nobody reads its logits
         how = {"pick": pick, "bits": choosing, "draft_window": self.draft_window}

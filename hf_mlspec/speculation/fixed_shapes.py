@@ -51,7 +51,7 @@ class FixedSearch(Search):
     """Plans compared by the rounds that the longest row needs, and what capturing them takes.
 
     credit: seconds that were lost so far for want of a plan of these levels. best_if_ready: the plan that would be
-    best if rounds of all were captured.
+    best if rounds of all were captured; saves: the seconds that it would save of each token beside "off".
     """
 
     def __init__(self, *given, captures: Captures, credit: Mapping[tuple[int, ...], float], **options):
@@ -59,11 +59,12 @@ class FixedSearch(Search):
         self.captures, self.credit = captures, credit
         self._longest, self._room = max(self.left()), max(self.situation.rooms) + 1.0
         self._ready: list[Plan] | None = None
-        self.best_if_ready = self.off
+        self.best_if_ready, self.saves = self.off, 0.0
 
     def best(self, margin: float) -> tuple[Plan, Drafting]:
         """The plan of least time, be it captured or worth it. margin: what a plan must gain over "off"."""
         best, captured = self.off, super().time(self.off)
+        alone, self.best_if_ready = captured, self.off
         if any(self.situation.rooms):
             least = self.time(self.off) * (1.0 - margin)
             for active in self._faster(max(least, captured)):
@@ -74,6 +75,7 @@ class FixedSearch(Search):
                 if time < least:
                     plan, time = self.lengths(active)
                     best, least = (plan, time) if time < least else (best, least)
+        self.saves = (alone - captured) / sum(self.left())
         return best, self._all
 
     def lengths(self, active: tuple[int, ...]) -> tuple[Plan, float]:
@@ -126,6 +128,7 @@ class FixedController(Controller):
         if not self._remembers:
             self.memory.capturing = _FIRST_CAPTURING
         self._wish: tuple[tuple[int, ...], float] | None = None  # levels, seconds lost a token for want of a plan
+        self._hoped: FixedSearch | None = None  # where "off" is chosen and no trial can be paid
         self._settled = 0  # rounds until the plan may be questioned because they bring less than expected
         self.waiting: set[int] = set()  # levels that may pay, and have no captured round yet
 
@@ -137,6 +140,13 @@ class FixedController(Controller):
     def _surprised(self) -> None:
         if self._settled <= 0:
             super()._surprised()
+
+    def _worth_a_trial(self, search: FixedSearch, best: Plan, drafting: Drafting) -> Plan | None:
+        found, self._hoped = super()._worth_a_trial(search, best, drafting), None
+        if found is None and not best.active and self._how(may_try=True)["doubts"] != (0.0,):
+            self._hoped = search.hoped()
+            self._hoped.best(self._margin)
+        return found
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         affordable = super()._affordable(search, plan, usual)
@@ -172,6 +182,9 @@ class FixedController(Controller):
             have, want = (search.usual(plan, drafting).speed for plan in (best, wished))
             self._wish = (wished.active, 1.0 / have - 1.0 / want) if want > have else None
             self._wait_for(wished)
+        elif self._hoped is not None and search.to_prepare(self._hoped.best_if_ready):
+            self._wish = self._hoped.best_if_ready.active, self._hoped.saves
+            self._wait_for(self._hoped.best_if_ready)
 
     def _wait_for(self, plan: Plan) -> None:
         """Its levels may pay once a round of it is captured."""

@@ -45,15 +45,17 @@ class ExpertCase:
         self.tiles = [None if parts[0] is None else torch.stack(parts) for parts in zip(*tiles, strict=True)]
 
     def multiply(
-        self, x: Tensor, experts: Tensor, plan: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
-        """plan None: that of plain torch. bias ``[count, out]``, float32 or bfloat16."""
+        self, x: Tensor, experts: Tensor, plan: Tensor | None = None, bias: Tensor | None = None,
+        clamp: tuple[float, ...] = (),
+    ) -> Tensor:  # fmt: skip
+        """plan None: that of plain torch. bias ``[count, out]``, float32 or bfloat16. clamp: slope and limit."""
         form, plan = self.format, plan_of(experts, self.count) if plan is None else plan
         if self.tiles is None:
-            return ops.dense_expert_rows(x, self.dense, bias, experts, plan)
+            return ops.dense_expert_rows(x, self.dense, bias, experts, plan, *clamp)
         if form.mxfp4:
-            return ops.mxfp4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.bits)
-        return ops.int4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.group_size, form.bits, 1.0)
+            return ops.mxfp4_expert_rows(x, *self.tiles, bias, experts, plan, self.out, form.bits, *clamp)
+        how = self.out, form.group_size, form.bits, 1.0, *clamp
+        return ops.int4_expert_rows(x, *self.tiles, bias, experts, plan, *how)
 
     def exact(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """float64 ``[pairs, out]``: the products, and the sums of the magnitudes that they are made of."""

@@ -16,7 +16,7 @@ from hf_mlspec.engines.engine import Guess
 from hf_mlspec.ops.delta import AT_END, KEEP
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-PACKED = {**SHAPE, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+PACKED = {**SHAPE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 64}
 TOKENS = 200
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")

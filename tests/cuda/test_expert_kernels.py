@@ -144,6 +144,17 @@ def test_a_token_of_nan_has_weights_of_nan_and_leaves_others_alone(shared):
     assert (some[others, -1] == 5).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_plan_rows_has_the_pairs_of_experts_that_there_are(tokens):
+    experts = some_experts(tokens, 16, 4)
+    plan = ops.plan_rows(experts, 16)
+    assert items_of(plan, 4 * tokens) == items_of(plan_of(experts, 16), 4 * tokens)
+    assert sum(map(len, items_of(plan, 4 * tokens).values())) == 4 * tokens
+    few = ops.plan_rows(experts, 11)  # the others are not here
+    assert items_of(few, 4 * tokens) == items_of(plan_of(experts, 11), 4 * tokens)
+    assert sum(map(len, items_of(few, 4 * tokens).values())) == int((experts < 11).sum())
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(("count", "chosen", "out", "size"), SHAPES)
 def test_products_of_experts_are_exact_but_for_float32_sums(form, count, chosen, out, size):
@@ -230,6 +241,19 @@ def test_gates_in_clamped_pairs(width):
     assert y.isnan().sum() == 1
     for row in (0, 17):
         assert torch.equal(ops.gated_pairs(gate_up[row : row + 1], 1.702, 7.0), y[row : row + 1])
+
+
+@pytest.mark.parametrize("out", [200, 130, 6])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_pairs_that_are_gated_where_they_are_multiplied_have_the_same_bits(form, out):
+    case, bias = ExpertCase(form, 16, out, 384, 300), torch.randn(16, out, device=DEVICE).bfloat16()
+    for tokens in (1, 9, 300):
+        experts = some_experts(tokens, 16, 4)
+        expected = ops.gated_pairs(case.multiply(case.x[:tokens], experts, bias=bias), 1.702, 1.0)
+        poison((4 * tokens, out // 2))
+        assert torch.equal(case.multiply(case.x[:tokens], experts, bias=bias, clamp=(1.702, 1.0)), expected), tokens
+    with pytest.raises(ValueError, match="limit -1, expected finite numbers"):
+        case.multiply(case.x[:3], some_experts(3, 16, 4), clamp=(1.702, -1.0))
 
 
 @pytest.mark.parametrize("form", FORMATS[:3], ids=lambda form: form.name)

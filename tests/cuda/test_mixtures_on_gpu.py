@@ -134,3 +134,32 @@ def test_its_own_mxfp4_drafts_for_itself_in_captured_rounds():
 @pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss", "glm4-moe-groups"])
 def test_a_captured_step_is_the_step_and_nothing_waits(name):
     check_captured_step(CudaDecoder(on_gpu(name)))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_packed_experts_of_modules_wait_for_no_routing(name, format):
+    """A token's bits are its own, and those of a routing that names experts of other processes are finite."""
+    options = {} if format == "mxfp4" else {"group_size": 32}
+    experts = packed_on_gpu(name, format, **options).get_submodule("model.layers.1.mlp.experts").prepack_()
+    count, draw = experts.original.num_experts, torch.Generator().manual_seed(1)
+    x = torch.randn(33, 128, generator=draw).bfloat16().cuda()
+    chosen = torch.rand(33, count, generator=draw).argsort(-1)[:, :2].cuda()
+    weights = torch.rand(33, 2, generator=draw).cuda()
+    experts(x, chosen, weights)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = experts(x, chosen, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.isfinite().all()
+    assert found.abs().max() > 0
+    experts._fits_plans = lambda x: False
+    expected = experts(x, chosen, weights)
+    del experts._fits_plans
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
+    assert torch.equal(experts(x[5:6], chosen[5:6], weights[5:6]), found[5:6])
+    chosen[::3, 0] = count
+    here = experts(x, chosen, weights)
+    assert here.isfinite().all()
+    assert torch.equal(here[1], found[1])

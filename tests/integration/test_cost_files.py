@@ -185,7 +185,7 @@ def test_what_was_written_is_read(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask  # readable by whom other files are
 
 
-@pytest.mark.parametrize("fails", ["replace", "open"])
+@pytest.mark.parametrize("fails", ["replace", "write"])
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, fails):
     path = tmp_path / "p.json"
     write(path, MACHINE, {"key": ("name", COSTS)})
@@ -194,8 +194,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, fails):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    where = (cost_file.os, "replace") if fails == "replace" else (cost_file, "open")
-    monkeypatch.setattr(*where, full, raising=False)
+    monkeypatch.setattr(*((cost_file.os, "replace") if fails == "replace" else (Path, "write_text")), full)
     with pytest.raises(OSError, match="No space left"):
         write(path, MACHINE, {})
     assert path.read_bytes() == before

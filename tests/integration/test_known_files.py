@@ -232,3 +232,15 @@ def test_a_stream_does_without_levels_that_lose(built, cost, load, draft, kind):
     told = state_of(other).last_stats
     assert list(told.plans) == ["off"]
     assert len(told.levels) == len(levels)
+
+
+def test_a_chain_is_described_once(built, cost, load, draft, monkeypatch):
+    written = []
+    monkeypatch.setattr(known, "write_description", lambda *given: written.append(given))
+    model = load()
+    for _ in range(4):
+        write(model, [draft])
+        for openings in state_of(model).openings.values():
+            openings.due = 0.0  # the next call builds its levels, too
+    assert built == [["draft"], *[["draft"]] * 3]
+    assert len(written) == 1

@@ -321,3 +321,32 @@ def test_what_is_not_understood_is_named():
     refused(experts_of("mixtral"), r"\.down_proj: in_features is 96, .*group of 64: use group_size=32",
             format="int4", group_size=64)  # fmt: skip
     refused(experts_of("mixtral"), "switch is for int4 weights", switch=PrecisionSwitch("int4"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_experts_at_once_are_what_they_are_one_by_one(name, format):
+    """As a GPU runs them; experts that another process has add nothing."""
+    module = experts_of(name, torch.bfloat16)
+    packed = PackedExperts.from_module(module, **FORMATS[format])
+    x, chosen, weights = routing(module, tokens=9)
+    for bits in (16, 8):
+        packed.switch.activation_bits = bits
+        expected, found = packed(x, chosen, weights), packed._planned(x, chosen, weights)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+        assert torch.equal(packed._planned(x[4:5], chosen[4:5], weights[4:5]), found[4:5])
+        elsewhere = chosen.clone()
+        elsewhere[::2, 1] = packed.original.num_experts
+        found = packed._planned(x, elsewhere, weights)
+        torch.testing.assert_close(found, packed(x, elsewhere, weights), rtol=2**-7, atol=1e-3)
+        assert not torch.equal(found, expected)
+
+
+def test_only_bfloat16_through_fused_codes_goes_at_once():
+    packed = PackedExperts.from_module(experts_of("mixtral", torch.bfloat16), "int4", group_size=32)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    assert packed._fits_plans(x)
+    assert not packed._fits_plans(x.float())
+    packed.switch.multiply = "dequant"
+    assert not packed._fits_plans(x)
+    packed.switch.multiply = "fused"
+    assert not packed.materialize(torch.bfloat16)._fits_plans(x)

@@ -23,6 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uin
           torch.int64, torch.bool)  # fmt: skip
 
 
+WRITTEN = ("keys", "values")
+
+
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, one element behind where memory begins."""
     room = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
@@ -72,16 +75,12 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 
 def outcome(function: Any, operands: dict[str, Any]) -> str:
-    """"taken", or "refused"; any other error than ours is raised, and torch's own about memory that overlaps itself."""
+    """"taken", or "refused"; any other error than ours is raised."""
     held = [value.clone() if isinstance(value, torch.Tensor) else value for value in operands.values()]
     try:
         function(*(given if isinstance(given, torch.Tensor) and _is_view(given) else kept
                    for given, kept in zip(operands.values(), held, strict=True)))  # fmt: skip
     except (ValueError, TypeError):
-        return "refused"
-    except RuntimeError as error:
-        if "refers to a single memory location" not in str(error):
-            raise
         return "refused"
     return "taken"
 
@@ -97,7 +96,9 @@ def test_changed_operands(op):
     for _ in range(CHANGED):
         operands = dict(OPERANDS[op](op))
         for name in chance.sample(list(operands), chance.choice((1, 1, 2))):
-            operands[name] = changed(operands[name], chance)
+            other = changed(operands[name], chance)
+            if name not in WRITTEN or 0 not in other.stride():  # who writes into rows that are one knows no order
+                operands[name] = other
         said = {name: (list(v.shape), v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v
                 for name, v in operands.items()}  # fmt: skip
         try:

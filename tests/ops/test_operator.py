@@ -21,7 +21,8 @@ SCHEMAS = [
     "Tensor)",
     "cpu_isa() -> str",
     "cuda_linears(int device) -> str",
-    "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan) -> Tensor",
+    "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit) "
+    "-> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
@@ -29,12 +30,14 @@ SCHEMAS = [
     "gated_pairs(Tensor gate_up, float slope, float limit) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
     "int4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, Tensor? bias, Tensor "
-    "experts, Tensor plan, int out_features, int group_size, int activation_bits, float activation_clip) -> Tensor",
+    "experts, Tensor plan, int out_features, int group_size, int activation_bits, float activation_clip, float slope, "
+    "float limit) -> Tensor",
     "mxfp4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
-    "int out_features, int activation_bits) -> Tensor",
+    "int out_features, int activation_bits, float slope, float limit) -> Tensor",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "pack_awq(Tensor words) -> Tensor",
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
+    "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",

@@ -116,6 +116,28 @@ def test_a_plan_that_is_captured_is_taken_where_another_would_be_little_better()
     assert controller(Graphs(0.5, near)).choose(situation()) == near
 
 
+@pytest.mark.parametrize(("kept", "rounds"), [(True, 100), (False, 4)], ids=["good", "poor"])
+def test_a_draft_of_which_nothing_is_known_is_tried_after_some_calls(kept, rounds):
+    """By its prior "off" is better, and no call gains what capturing takes: the rounds of ten calls of 256 tokens."""
+    target, graphs, memory, drafted, trials = costs(1.5e-4, 3e-6), Graphs(0.02), Memory(capturing=0.05), [], 0
+    for _ in range(10):
+        made = FixedController(target, [LevelCosts("draft", costs(6e-5, 1e-6), 0.65)], memory=memory, captures=graphs)
+        made.start(1)
+        room = 255
+        while room > 0:
+            plan = made.plan if made.stay(1) else made.choose(situation(room=room))
+            graphs.plans.append(plan)
+            gained = plan.most * kept if plan.active else UNROLLED - 1
+            seconds = made.forecast.seconds
+            made.observe([plan.most], [plan.most], [gained], seconds)
+            trials += made.choice.trial
+            drafted.append(plan.most)
+            room -= gained + 1
+        memory = made.memory.kept()
+    assert trials > 0
+    assert sum(map(bool, drafted)) >= rounds if kept else sum(map(bool, drafted)) == rounds
+
+
 def test_a_poor_draft_is_not_captured_to_find_out():
     graphs = Graphs(0.1)
     made = FixedController(MEMORY_BOUND, [LevelCosts("draft", costs(3e-4, 0.0), 0.05)], captures=graphs)

@@ -74,10 +74,9 @@ class CudaDecoder:
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
-        self.vocab_size = found.sizes.vocab
+        self.vocab_size, self.logit_softcap = found.sizes.vocab, found.sizes.logit_softcap
         self.num_recurrent = sum(block.delta is not None for block in found.blocks)
         self.num_layers = len(found.blocks) - self.num_recurrent
-        self.logit_softcap = found.sizes.logit_softcap
         self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
@@ -90,8 +89,7 @@ class CudaDecoder:
         self._heads_order = heads_order(found.sizes, device)
         self._gated_heads = found.sizes.heads * found.sizes.head_dim if found.sizes.gated_heads else 0  # elements
         self._head = joined([found.head], "lm_head")
-        nested = isinstance(found.embedding, NestedEmbedding)
-        self._embedding = found.embedding.tiles() if nested else found.embedding
+        self._embedding = found.embedding.tiles() if isinstance(found.embedding, NestedEmbedding) else found.embedding
         self._activation = ACTIVATIONS[found.sizes.activation]
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in layer.linears()]

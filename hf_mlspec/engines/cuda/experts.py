@@ -29,9 +29,12 @@ class DenseExperts:
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits) -> Tensor:
-        """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``; bits mean nothing to dense weights."""
-        return ops.dense_expert_rows(x, self.weight, self.bias, experts, plan)
+    def __call__(
+        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
+    ) -> Tensor:
+        """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``, or with a clamp the half, gated as `ops.gated_pairs`
+        does; bits mean nothing to dense weights."""
+        return ops.dense_expert_rows(x, self.weight, self.bias, experts, plan, *(clamp or ()))
 
 
 class FourBitExperts:
@@ -45,12 +48,15 @@ class FourBitExperts:
         self.own, self.clip = experts.switch.bits, experts.switch.activation_clip
         self.group_size = None if experts.format == "mxfp4" else experts.group_size
 
-    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits) -> Tensor:
+    def __call__(
+        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
+    ) -> Tensor:
         """As DenseExperts, at 16, 8 or 4 activation bits, 0: the switch's."""
         width = bits.activation or self.own.activation
         if self.group_size is None:
-            return ops.mxfp4_expert_rows(x, *self.tiles, self.bias, experts, plan, self.out_features, width)
-        how = self.out_features, self.group_size, width, self.clip
+            how = self.out_features, width, *(clamp or ())
+            return ops.mxfp4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
+        how = self.out_features, self.group_size, width, self.clip, *(clamp or ())
         return ops.int4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
 
 
@@ -99,8 +105,8 @@ class ExpertLayer:
         """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS."""
         how = self.count, self.chosen, int(self.renormalize)
         experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
-        gate_up = self.up(normed, experts, plan, bits)
-        inner = ops.gated(gate_up, activation) if self.clamp is None else ops.gated_pairs(gate_up, *self.clamp)
+        inner = self.up(normed, experts, plan, bits, self.clamp)
+        inner = ops.gated(inner, activation) if self.clamp is None else inner
         rows = self.down(inner, experts, plan, bits)
         beside = None
         if self.shared:

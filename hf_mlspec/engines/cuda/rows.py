@@ -52,9 +52,7 @@ class CudaRows(DecoderRows):
         super().select(keep)
         self.settled = [self.settled[r] for r in keep]
         if self.states is not None:
-            index = torch.tensor(keep, dtype=torch.int64, device=self.decoder.device)
-            states, inputs, marks, _ = self.states
-            self.states = DeltaStates(states[:, index], inputs[:, index], marks[index])
+            self.states = self.states.picked(keep)
 
     def admit(self, count: int) -> None:
         """Append `count` rows that hold nothing yet."""

@@ -74,6 +74,12 @@ class DeltaStates(NamedTuple):
         """Of these rows nothing is known any more."""
         self.marks[list(rows)] = 0
 
+    def picked(self, rows: Sequence[int]) -> DeltaStates:
+        """Copies of these rows', in this order."""
+        with torch.inference_mode(False):
+            index = torch.tensor(rows, dtype=torch.int64, device=self.marks.device)
+            return DeltaStates(self.states[:, index], self.inputs[:, index], self.marks[index], self.behind)
+
     def move(self, place: int, row: int) -> None:
         """What is kept of `row` is that of `place`, too."""
         self.states[:, place] = self.states[:, row]

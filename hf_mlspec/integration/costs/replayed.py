@@ -25,7 +25,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
     many tokens of a row behind so many slots, each with the choice of its tokens. Shapes are captured as they come; on
     a CPU they run as they are.
     """
-    decoder, bits = engine.decoder, engine.bits
+    decoder, bits, forward = engine.decoder, engine.bits, engine.decoder.forward
     decoder.reserve_positions(POSITIONS)
     slots = up_to_growth(min(POSITIONS, engine.max_positions or POSITIONS))
     kv, states = new_kv(decoder, 1, slots, engine.kept_in), _states(decoder)
@@ -38,16 +38,14 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
         def run() -> None:
             _begin(states, starts)
             for _ in range(PASSES):
-                logits = decoder.forward(ids, starts, counts, kv, bits=bits, states=states)
-                ops.choose_rows(logits, decoder.logit_softcap)
+                ops.choose_rows(forward(ids, starts, counts, kv, bits=bits, states=states), decoder.logit_softcap)
 
         return run
 
     def run(count: int, slots: int) -> None:
         key = count, slots
         if decoder.device.type != "cuda":
-            passes(count, slots)()
-            return
+            return passes(count, slots)()
         if key not in graphs:
             once = passes(count, slots)
             once()

@@ -97,8 +97,7 @@ def quantize(
     record = _record(plan, rows, seed, given)
     begin = time.perf_counter()
     finished = None if work_folder is None else _finished(model, plan, record, work_folder)
-    with large_apart():
-        layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
+    layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
     record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
@@ -210,6 +209,7 @@ def _finished(
     return FinishedBlocks(folder, _identity(model, plan, record))
 
 
+@large_apart()
 def _run(
     model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
     finished: FinishedBlocks | None,

@@ -94,7 +94,8 @@ def _below(drafter: Drafter, longest: int) -> Level:
 
 def _level(runner, sampler: Sampler, name: str) -> RoundLevel:
     if not runner.can.capturable:
-        raise NotCaptured(f"{name} runs module by module")
+        how = "module by module" if runner.can.by_module else "in steps, some of which wait for the host"
+        raise NotCaptured(f"{name} runs {how}")
     if type(sampler) is not Sampler and not (isinstance(sampler, RowSampler) and sampler.is_plain):
         raise NotCaptured("rows have settings of their own")
     if sampler.reads_tokens:

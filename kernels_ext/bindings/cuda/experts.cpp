@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -57,6 +58,25 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   return {experts, weights, plan};
 }
 
+Tensor plan_rows(const Tensor& experts, int64_t num_experts) {
+  constexpr const char* op = "plan_rows";
+  TORCH_CHECK_VALUE(experts.dim() == 2, op, ": experts has shape ", experts.sizes(), ", expected [n, chosen]");
+  check_part(op, "experts", experts, at::kInt, experts.sizes(), "experts", experts, 4);
+  TORCH_CHECK_VALUE(num_experts >= 1 && num_experts <= MLSPEC_CUDA_MOST_EXPERTS, op, ": num_experts is ", num_experts,
+                    ", expected 1 to ", +MLSPEC_CUDA_MOST_EXPERTS);
+  const CudaCall call(op, experts);
+  const int64_t pairs = experts.numel();
+  const Tensor plan = at::empty({pairs + 3 * mlspec_cuda_most_items(pairs, num_experts)}, experts.options());
+  if (pairs == 0) return plan;
+  mlspec_cuda_routing args{};
+  args.experts = const_cast<int32_t*>(experts.const_data_ptr<int32_t>()), args.plan = plan.mutable_data_ptr<int32_t>();
+  args.num_tokens = experts.size(0), args.chosen = static_cast<int32_t>(experts.size(1));
+  args.num_experts = static_cast<int32_t>(num_experts);
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_plan_rows(&args, &launch));
+  return plan;
+}
+
 // What the products of experts have in common: x [n, in] or [pairs, in], and where its rows go.
 mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tensor& weight, int64_t in, const Tensor& experts,
                                      const Tensor& plan) {
@@ -81,9 +101,18 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
 
 using ExpertKernel = const char* (*)(const mlspec_cuda_expert_linear*);
 
+struct Clamp {
+  double slope, limit;  // limit 0: outputs are not gated
+};
+
 // bias [experts, out], float32 or bfloat16.
-Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x, const Maybe& bias) {
+Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x, const Maybe& bias,
+                     Clamp clamp) {
   mlspec_cuda_linear& a = args.linear;
+  TORCH_CHECK_VALUE(clamp.limit >= 0 && std::isfinite(clamp.limit) && std::isfinite(clamp.slope), op, ": slope is ", clamp.slope,
+                    " and limit ", clamp.limit, ", expected finite numbers, the limit 0 (none) or above");
+  TORCH_CHECK_VALUE(clamp.limit == 0 || a.out_features % 2 == 0, op, ": ", a.out_features, " outputs cannot be gate and up in turns");
+  args.slope = static_cast<float>(clamp.slope), args.limit = static_cast<float>(clamp.limit);
   if (bias) {
     a.bias_is_float32 = bias->scalar_type() == at::kFloat;
     check_part(op, "bias", *bias, a.bias_is_float32 ? at::kFloat : at::kBFloat16, {args.num_experts, a.out_features}, "x", x,
@@ -91,7 +120,7 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
     a.bias = bias->const_data_ptr();
   }
   const CudaCall call(op, x);
-  const Tensor y = at::empty({args.num_pairs, a.out_features}, x.options());
+  const Tensor y = at::empty({args.num_pairs, clamp.limit > 0 ? a.out_features / 2 : a.out_features}, x.options());
   if (y.numel() == 0) return y;
   TORCH_CHECK_VALUE(!bias || a.in_features > 0, op, ": x has no columns");
   if (a.in_features == 0) return y.zero_();
@@ -105,14 +134,15 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
   return y;
 }
 
-Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& experts, const Tensor& plan) {
+Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& experts, const Tensor& plan,
+                         double slope, double limit) {
   constexpr const char* op = "dense_expert_rows";
   TORCH_CHECK_VALUE(weight.dim() == 3, op, ": weight has shape ", weight.sizes(), ", expected [experts, out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   mlspec_cuda_expert_linear args = check_rows(op, x, weight, weight.size(2), experts, plan);
   args.linear.out_features = weight.size(1);
   args.bytes_of_expert = weight.size(1) * weight.size(2) * 2;
-  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias);
+  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias, {slope, limit});
 }
 
 // Tiles of every expert as those of a linear, stacked; scale_tiles tell in_features.
@@ -132,7 +162,8 @@ mlspec_cuda_expert_linear check_tiles(const char* op, const Tensor& x, const Ten
 }
 
 Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& bias,
-                         const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t activation_bits) {
+                         const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t activation_bits, double slope,
+                         double limit) {
   constexpr const char* op = "mxfp4_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, weight_tiles, scale_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t blocks = scale_tiles.size(2);
@@ -141,12 +172,12 @@ Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tens
   args.linear.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
   args.shifts_of_expert = blocks;
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias);
+  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias, {slope, limit});
 }
 
 Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
                         const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size,
-                        int64_t activation_bits, double activation_clip) {
+                        int64_t activation_bits, double activation_clip, double slope, double limit) {
   constexpr const char* op = "int4_expert_rows";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_expert_linear args =
@@ -158,7 +189,7 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   args.linear.has_zeros = zero_tiles.has_value();
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
   args.linear.activation_clip = static_cast<float>(activation_clip);
-  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias);
+  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit});
 }
 
 // All but y.
@@ -215,6 +246,7 @@ std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& 
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("route_rows", route_rows);
+  m.impl("plan_rows", plan_rows);
   m.impl("dense_expert_rows", dense_expert_rows);
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);

@@ -1,14 +1,14 @@
-// How does a gated delta net of a GPU go from token to token? Columns of a state never meet: a warp has 16 of them in its registers
-// and runs all tokens of a row in order (arXiv 2412.06464), so the bits of a token are the same alone and among others.
+// How does a gated delta net of a GPU go from token to token? Columns of a state never meet: a warp has 8 or 16 of them in its
+// registers and runs all tokens of a row in order (arXiv 2412.06464), so the bits of a token are the same alone and among others.
 #include "delta_tokens.cuh"
 
 namespace mlspec {
 namespace {
 
 constexpr int kKeyGroups = 8;     // lanes that share the rows of a column
-constexpr int kColumns = 4;       // of a lane
-constexpr int kWarpColumns = kWarp / kKeyGroups * kColumns;
+constexpr int kColumnLanes = kWarp / kKeyGroups;
 constexpr int kScanWarps = 2;
+constexpr int kFewHeads = 128;    // of all rows, up to which warps have half the columns: else multiprocessors would be idle
 constexpr int kMostTokenBlocks = 1024;
 constexpr int kCopied = 512;      // elements that a warp keeps of a token
 
@@ -21,8 +21,27 @@ __device__ __forceinline__ void load_rows(const float* from, float (&to)[kRows])
   }
 }
 
-// The columns [column, column + 4) of a head's state, rows [first, first + kRows).
-template <int kRows>
+template <int kColumns>
+__device__ __forceinline__ void load_columns(const float* from, float (&to)[kColumns]) {
+  if constexpr (kColumns == 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+  } else {
+    const float2 two = *reinterpret_cast<const float2*>(from);
+    to[0] = two.x, to[1] = two.y;
+  }
+}
+
+template <int kColumns>
+__device__ __forceinline__ void store_columns(float* to, const float (&from)[kColumns]) {
+  if constexpr (kColumns == 4)
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+  else
+    *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
+}
+
+// The columns [column, column + kColumns) of a head's state, rows [first, first + kRows).
+template <int kRows, int kColumns>
 struct StatePart {
   float s[kRows][kColumns];
 
@@ -33,20 +52,17 @@ struct StatePart {
       for (int c = 0; c < kColumns; ++c) s[i][c] = value;
   }
 
+  // Of rows that are there; the others stay.
   __device__ __forceinline__ void load(const float* from, int first, int rows, int width) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (first + i < rows) four = *reinterpret_cast<const float4*>(from + int64_t(first + i) * width);
-      s[i][0] = four.x, s[i][1] = four.y, s[i][2] = four.z, s[i][3] = four.w;
-    }
+    for (int i = 0; i < kRows; ++i)
+      if (first + i < rows) load_columns<kColumns>(from + int64_t(first + i) * width, s[i]);
   }
 
   __device__ __forceinline__ void store(float* to, int first, int rows, int width) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (first + i < rows)
-        *reinterpret_cast<float4*>(to + int64_t(first + i) * width) = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
+      if (first + i < rows) store_columns<kColumns>(to + int64_t(first + i) * width, s[i]);
   }
 
   // Of each column the sum of its elements times those of x, over all lanes that share it.
@@ -57,7 +73,7 @@ struct StatePart {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) sum = fmaf(s[i][c], x[i], sum);
 #pragma unroll
-      for (int step = kKeyGroups / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step * (kWarp / kKeyGroups));
+      for (int step = kKeyGroups / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step * kColumnLanes);
       sums[c] = sum;
     }
   }
@@ -70,48 +86,71 @@ struct StatePart {
   }
 };
 
-// What S says of q is known before S moves: S^T q = decay S^T q + (q k) change.
-template <int kRows>
+// What a lane reads of a token: rows of its key and query, values of its columns, decay and beta, and what key times query is.
+template <int kRows, int kColumns>
+struct ScanToken {
+  float k[kRows], q[kRows], v[kColumns], product;
+  float2 weights;
+
+  __device__ __forceinline__ void load(const mlspec_cuda_delta& a, int64_t slot, int head, int key_head, int first, int column, bool asks) {
+    const float* const keys = a.keys + (slot * a.key_heads + key_head) * 2 * kRows * kKeyGroups + first;
+    load_rows<kRows>(keys, k);
+    weights = *reinterpret_cast<const float2*>(a.weights + (slot * a.value_heads + head) * 2);
+    if (column < a.value_dim) load_columns<kColumns>(a.values + (slot * a.value_heads + head) * a.value_dim + column, v);
+    if (!asks) return;
+    load_rows<kRows>(keys + kRows * kKeyGroups, q);
+    product = a.products[slot * a.key_heads + key_head];
+  }
+};
+
+// S moves by one token. What it says of q is known before: S^T q = decay S^T q + (q k) change; to: where that goes, null: nowhere.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void scan_token(StatePart<kRows, kColumns>& own, const ScanToken<kRows, kColumns>& token, bool asks, float* to) {
+  const float decay = token.weights.x, beta = token.weights.y;
+  float known[kColumns], change[kColumns];
+  own.times(token.k, known);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) change[c] = fmaf(-decay, known[c], token.v[c]) * beta;
+  if (asks) {
+    float asked[kColumns];
+    own.times(token.q, asked);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) asked[c] = fmaf(token.product, change[c], asked[c] * decay);
+    if (to) store_columns<kColumns>(to, asked);
+  }
+  own.move(token.k, change, decay);
+}
+
+template <int kRows, int kColumns>
 __global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_kernel(mlspec_cuda_delta a) {
   launch_dependents();
-  const int row = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % kWarp, group = lane / (kWarp / kKeyGroups);
-  const int column = (blockIdx.x * kScanWarps + threadIdx.x / kWarp) * kWarpColumns + lane % (kWarp / kKeyGroups) * kColumns;
+  constexpr bool kAhead = kRows <= 16;  // the next token is read while one is run, where registers hold both
+  const int row = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % kWarp, group = lane / kColumnLanes;
+  const int column = ((blockIdx.x * kScanWarps + threadIdx.x / kWarp) * kColumnLanes + lane % kColumnLanes) * kColumns;
   const int key_head = head / (a.value_heads / a.key_heads), first = group * kRows;
-  constexpr int kPadded = kRows * kKeyGroups;
   wait_for_previous_kernel();
   const DeltaSpan span = span_of(a, row);
   const bool mine = column < a.value_dim;  // of the last warp some lanes have no columns; they take part in sums
   float* const state = a.states + (int64_t(row) * a.value_heads + head) * a.key_dim * a.value_dim + (mine ? column : 0);
-  StatePart<kRows> own;
+  float* const mixed = a.mixed + (int64_t(row) * a.width * a.value_heads + head) * a.value_dim + column;
+  const int64_t slots = int64_t(row) * (a.window + a.width) - span.begin;
+  StatePart<kRows, kColumns> own;
   own.fill(span.lost ? __int_as_float(0x7FC00000) : 0.f);
   if (span.begin > 0 && !span.lost) own.load(state, first, a.key_dim, a.value_dim);
   const int settled = (a.settles == MLSPEC_STATE_AT_END ? span.end : span.start) - a.behind;
   const bool settles = a.settles != MLSPEC_STATE_KEEP && settled > span.begin && mine;
+  ScanToken<kRows, kColumns> token{}, next{};
+  if (kAhead && span.begin < span.end) next.load(a, slots + span.begin, head, key_head, first, column, span.begin >= span.start);
   for (int p = span.begin; p < span.end; ++p) {
     if (p == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
-    const int64_t slot = int64_t(row) * (a.window + a.width) + p - span.begin;
-    const float* const keys = a.keys + (slot * a.key_heads + key_head) * 2 * kPadded + first;
-    const float2 weights = *reinterpret_cast<const float2*>(a.weights + (slot * a.value_heads + head) * 2);
-    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (mine) v = *reinterpret_cast<const float4*>(a.values + (slot * a.value_heads + head) * a.value_dim + column);
-    float k[kRows], known[kColumns], change[kColumns];
-    load_rows<kRows>(keys, k);
-    own.times(k, known);
-    change[0] = fmaf(-weights.x, known[0], v.x) * weights.y, change[1] = fmaf(-weights.x, known[1], v.y) * weights.y;
-    change[2] = fmaf(-weights.x, known[2], v.z) * weights.y, change[3] = fmaf(-weights.x, known[3], v.w) * weights.y;
-    if (p >= span.start) {
-      float q[kRows], asked[kColumns];
-      load_rows<kRows>(keys + kPadded, q);
-      own.times(q, asked);
-      const float product = a.products[slot * a.key_heads + key_head];
-      if (mine && group == 0) {
-        float* const to = a.mixed + ((int64_t(row) * a.width + p - span.start) * a.value_heads + head) * a.value_dim + column;
-        *reinterpret_cast<float4*>(to) =
-            make_float4(fmaf(product, change[0], asked[0] * weights.x), fmaf(product, change[1], asked[1] * weights.x),
-                        fmaf(product, change[2], asked[2] * weights.x), fmaf(product, change[3], asked[3] * weights.x));
-      }
+    if constexpr (kAhead) {
+      token = next;
+      if (p + 1 < span.end) next.load(a, slots + p + 1, head, key_head, first, column, p + 1 >= span.start);
+    } else {
+      token.load(a, slots + p, head, key_head, first, column, p >= span.start);
     }
-    own.move(k, change, weights.x);
+    float* const to = mixed + int64_t(p - span.start) * a.value_heads * a.value_dim;
+    scan_token(own, token, p >= span.start, mine && group == 0 ? to : nullptr);
   }
   if (span.end == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
 }
@@ -159,17 +198,23 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
-template <int kRows>
-const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
-  const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width), columns = kScanWarps * kWarpColumns;
+template <int kRows, int kColumns>
+const char* launch_columns(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
+  const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width), columns = kScanWarps * kColumnLanes * kColumns;
   const unsigned kept = 2 * a.key_heads * a.key_dim + a.value_heads * (a.value_dim + 2);
   const unsigned tokens = most < kMostTokenBlocks ? most : kMostTokenBlocks;
   const RowGrid grids[] = {{dim3(blocks_for(a.key_heads + a.value_heads, kUnits), tokens, batch), kUnits * kWarp},
                            {dim3(blocks_for(a.value_dim, columns), unsigned(a.value_heads), batch), kScanWarps * kWarp},
                            {dim3(blocks_for(a.value_heads + blocks_for(kept, kCopied), kUnits), unsigned(a.width), batch), kUnits * kWarp}};
   const char* wrong = launch_rows(how, grids[0], delta_tokens_kernel, a, kRows * kKeyGroups);
-  if (!wrong) wrong = launch_rows(how, grids[1], delta_scan_kernel<kRows>, a);
+  if (!wrong) wrong = launch_rows(how, grids[1], delta_scan_kernel<kRows, kColumns>, a);
   return wrong ? wrong : launch_rows(how, grids[2], delta_finish_kernel, a);
+}
+
+template <int kRows>
+const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
+  const bool few = int64_t(a.batch) * a.value_heads <= kFewHeads;
+  return few ? launch_columns<kRows, 2>(a, how) : launch_columns<kRows, 4>(a, how);
 }
 
 }  // namespace
@@ -178,7 +223,8 @@ const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launc
 using namespace mlspec;
 
 int32_t mlspec_cuda_delta_padded(int32_t key_dim, int32_t value_dim, int32_t num_taps) {
-  if (key_dim < 4 || key_dim > 256 || key_dim % 4 || value_dim < 4 || value_dim > 256 || value_dim % 4 || num_taps < 2 || num_taps > 8) return 0;
+  const auto fits = [](int32_t dim) { return dim >= 4 && dim <= 256 && dim % 4 == 0; };
+  if (!fits(key_dim) || !fits(value_dim) || num_taps < 2 || num_taps > 8) return 0;
   int32_t rows = 4;
   while (rows * kKeyGroups < key_dim) rows *= 2;
   return rows * kKeyGroups;

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "../portable/portable_linear.cuh"
+#include "../rows/activation.cuh"
 #include "experts.h"
 
 namespace mlspec::portable {
 
+constexpr int kFewStages = 5;  // of 4-bit weights and 8 tokens: three blocks share a multiprocessor of Hopper
 constexpr int kPairBytes = 2 * 64 * int(sizeof(int));  // in shared memory: pairs of an item, and their tokens
 
 struct ExpertParams {
@@ -14,7 +16,20 @@ struct ExpertParams {
   const int32_t* plan;
   int pairs_of_token, most_items;
   int64_t bytes_of_expert, shifts_of_expert;
+  float slope, limit;  // limit above 0: outputs are gate and up in turns, and gated
 };
+
+// Two gated outputs of four; what they are made of is rounded first, as where a kernel of its own reads it.
+__device__ __forceinline__ void store_pairs(const ExpertParams& e, const void* bias, float4 sum, float out_scale, int pair, int output) {
+  float values[4];
+  __nv_bfloat16 rounded[4];
+  finish_sums(e.p, bias, sum, out_scale, output, values, rounded);
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(e.p.out) + (int64_t(pair) * e.p.out_features + output) / 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2)
+    if (output + i < e.p.out_features)
+      out[i / 2] = __float2bfloat16_rn(gated_pair(__bfloat162float(rounded[i]), __bfloat162float(rounded[i + 1]), e.slope, e.limit));
+}
 
 // Token rows are those that `tokens`, in shared memory, names: the last ones of an item that is not full are one token again.
 template <class V>
@@ -102,7 +117,8 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
     const int row = i / kQuads, output = i % kQuads * 4;
     const float4 sum = *reinterpret_cast<const float4*>(total + row * V::kSumStride + output);
-    store_outputs(p, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
+    if (e.limit > 0.f) store_pairs(e, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
+    else store_outputs(p, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
   }
 }
 
@@ -126,6 +142,7 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   p.chunks = p.token_chunks = int(chunks), p.aligned = aligned;
   params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
   params.bytes_of_expert = args.bytes_of_expert, params.shifts_of_expert = args.shifts_of_expert;
+  params.slope = args.slope, params.limit = args.limit;
   return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
 }
 
@@ -134,10 +151,11 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   const mlspec_cuda_linear& a = args.linear;
   if (a.num_tokens < 1 || a.out_features < 1 || a.in_features < 1 || args.num_pairs < 1 || args.num_pairs % a.num_tokens)
     return "experts take a token or more, inputs, outputs, and as many pairs of every token";
+  if (args.limit > 0 && a.out_features % 2) return "gate and up come in turns: outputs are even in number";
   if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
-    case 8: return launch_experts<Variant<Format, 1, kPairBytes>>(args);
+    case 8: return launch_experts<Variant<Format, 1, kPairBytes, kFewStages>>(args);
     case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
     default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
   }

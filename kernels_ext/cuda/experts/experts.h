@@ -40,8 +40,11 @@ typedef struct {
   float scale;
 } mlspec_cuda_routing;
 
-// Three kernels, two for a few tokens, one for up to 16 where blocks form clusters.
+// Three kernels, two for a few tokens, one for one token where blocks form clusters.
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
+
+// Only the plan, of experts that are given. Numbers that no expert has are in no item.
+const char* mlspec_cuda_plan_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
 typedef struct {
   mlspec_cuda_linear linear;  // of one expert: x [num_tokens, in], out bfloat16 [pairs, out]; tiles and biases of all experts
@@ -50,6 +53,7 @@ typedef struct {
   int64_t num_experts;
   int64_t bytes_of_expert;   // in tiles
   int64_t shifts_of_expert;  // in exponent_shift
+  float slope, limit;        // limit above 0: gate and up come in turns, and out [pairs, out / 2] is what gated_pairs makes of them
 } mlspec_cuda_expert_linear;
 
 // Every GPU since sm_80. A pair's bits depend neither on the other pairs nor on how many there are.

@@ -11,7 +11,7 @@ namespace mlspec {
 namespace {
 
 constexpr int kLogitWarps = 8, kChooseWarps = 8, kPlanThreads = 1024;
-constexpr int kRouteBlocks = 8, kRouteTokens = 16, kRoutePerLane = 8;  // of a cluster that does it all, at most
+constexpr int kRouteBlocks = 8, kRouteThreads = 512, kRoutePerLane = 8;  // of a cluster that routes one token
 constexpr unsigned kAll = 0xFFFFFFFFu;
 
 // Of one score and kTokens tokens from `first` on, by one warp.
@@ -212,7 +212,9 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
       choose_experts<kPerLane>(p, token, threadIdx.x % kWarp);
   __syncthreads();
   const int pairs = int(p.num_tokens * p.chosen), expert = threadIdx.x;
-  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) atomicAdd(counts + p.experts[pair], 1);
+  const auto is_here = [&](int at) { return at >= 0 && at < p.num_experts; };  // others are sent nowhere
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
+    if (is_here(p.experts[pair])) atomicAdd(counts + p.experts[pair], 1);
   __syncthreads();
   const int own = counts[expert], items = (own + rows_of_item - 1) / rows_of_item;
   const uint64_t end = sum_up_to(uint64_t(items) << 32 | uint32_t(own), totals);
@@ -227,7 +229,8 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
   __syncthreads();
   for (int item = used + threadIdx.x; item < most_items; item += kPlanThreads)
     to[3 * item] = 0, to[3 * item + 1] = 0, to[3 * item + 2] = 0;
-  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
+  for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
+    if (is_here(p.experts[pair])) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
 }
 
 template <int kPerLane>
@@ -238,25 +241,37 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   plan_pairs<kPerLane>(p, rows_of_item, most_items);
 }
 
-// All of it for a few tokens, by one cluster: its first block plans when all of them have written their logits. The router, which no
-// kernel in front writes, is on its way before these end.
-template <class Weight, int kTokens, int kPerLane>
-__global__ void __launch_bounds__(kPlanThreads) route_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
-                                                             int most_items) {
+// All of it for one token, by one cluster: a warp has a score, which goes to the memory of the first block; its first warp chooses, and
+// as every expert has one pair, the plan is the choice. The router, which no kernel in front writes, is on its way before these end.
+template <class Weight, int kPerLane>
+__global__ void __launch_bounds__(kRouteThreads) route_token_kernel(const __grid_constant__ mlspec_cuda_routing p) {
 #if __CUDA_ARCH__ >= 900
+  __shared__ float logits[kRoutePerLane * kWarp + 1], weights[kRoutePerLane * kWarp + 1];
+  __shared__ int32_t experts[kRoutePerLane * kWarp];
   launch_dependents();
-  const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kPlanThreads + threadIdx.x) / kWarp;
-  const int scores = p.num_experts + p.has_shared, items = scores * int((p.num_tokens + kTokens - 1) / kTokens);
-  if (warp < scores) {
+  const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kRouteThreads + threadIdx.x) / kWarp;
+  const int scores = p.num_experts + p.has_shared, warps = kRouteBlocks * kRouteThreads / kWarp;
+  for (int score = warp; score < scores; score += warps) {
     const int64_t bytes = p.hidden * int64_t(sizeof(Weight));
-    const char* row = static_cast<const char*>(p.router) + warp * bytes;
+    const char* row = static_cast<const char*>(p.router) + score * bytes;
     for (int64_t byte = lane * 128; byte < bytes; byte += kWarp * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
   }
+  mlspec_cuda_routing own = p;
+  asm("mapa.u64 %0, %1, 0;" : "=l"(own.logits) : "l"(static_cast<float*>(logits)));  // of the first block
+  cluster_sync();  // it has begun
   wait_for_previous_kernel();
-  for (int item = warp; item < items; item += kRouteBlocks * kPlanThreads / kWarp)
-    sum_logits<Weight, kTokens>(p, item % scores, int64_t(item / scores) * kTokens, lane);
+  for (int score = warp; score < scores; score += warps) sum_logits<Weight, 1>(own, score, 0, lane);
   cluster_sync();
-  if (blockIdx.x == 0) plan_pairs<kPerLane>(p, rows_of_item, most_items);
+  if (warp != 0) return;
+  own.logits = logits, own.weights = weights, own.experts = experts;
+  choose_experts<kPerLane>(own, 0, lane);
+  __syncwarp();
+  for (int i = lane; i < p.chosen + p.has_shared; i += kWarp) p.weights[i] = weights[i];
+  for (int rank = lane; rank < p.chosen; rank += kWarp) {
+    int32_t* const item = p.plan + p.chosen + 3 * rank;
+    p.experts[rank] = experts[rank], p.plan[rank] = rank;
+    item[0] = experts[rank], item[1] = rank, item[2] = 1;
+  }
 #endif
 }
 
@@ -278,10 +293,8 @@ const char* launch_route(const mlspec_cuda_routing& p, const mlspec_cuda_row_lau
   const int64_t pairs = p.num_tokens * p.chosen;
   const int rows = int(mlspec_cuda_rows_of_item(pairs, p.num_experts)), items = int(mlspec_cuda_most_items(pairs, p.num_experts));
   if constexpr (kPerLane <= kRoutePerLane) {
-    const RowGrid cluster{dim3(kRouteBlocks), kPlanThreads, 0, kRouteBlocks};
-    if (how.clusters && p.num_tokens == 1) return launch_rows(how, cluster, route_kernel<Weight, 1, kPerLane>, p, rows, items);
-    if (how.clusters && p.num_tokens <= kRouteTokens)
-      return launch_rows(how, cluster, route_kernel<Weight, 4, kPerLane>, p, rows, items);
+    const RowGrid cluster{dim3(kRouteBlocks), kRouteThreads, 0, kRouteBlocks};
+    if (how.clusters && p.num_tokens == 1) return launch_rows(how, cluster, route_token_kernel<Weight, kPerLane>, p);
   }
   if (const char* problem = launch_logits<Weight>(p, how)) return problem;
   if (p.num_tokens <= kPlanThreads / kWarp)
@@ -314,4 +327,15 @@ extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing
     return "routing by sigmoids takes 1 to 64 equal groups of experts, of which those looked at hold as many as a token goes to";
   if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   return p.router_is_float32 ? route<float>(p, *how) : route<__nv_bfloat16>(p, *how);
+}
+
+extern "C" const char* mlspec_cuda_plan_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how) {
+  using namespace mlspec;
+  const mlspec_cuda_routing& p = *routing;
+  if (p.num_tokens < 1 || p.chosen < 1 || p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS)
+    return "a plan takes a token or more, which go to one or more of 1 to 1024 experts";
+  const int64_t pairs = p.num_tokens * p.chosen;
+  if (pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
+  return launch_rows(*how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, int(mlspec_cuda_rows_of_item(pairs, p.num_experts)),
+                     int(mlspec_cuda_most_items(pairs, p.num_experts)));
 }

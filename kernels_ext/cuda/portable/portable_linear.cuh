@@ -131,15 +131,13 @@ __device__ __forceinline__ void sum_chunks(float (&sums)[V::kTokenTiles][4], con
   wait_for_copies<0>();
 }
 
-// bias: of all outputs, or null.
-__device__ __forceinline__ void store_outputs(const Params& p, const void* bias, float4 sum, float out_scale, int token, int output) {
-  float values[4] = {sum.x, sum.y, sum.z, sum.w};
-  const int64_t place = int64_t(token) * p.out_features + output;
-  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;
-  __nv_bfloat16 rounded[4];
+// Of four outputs from `output` on what is stored; bias: of all outputs, or null.
+__device__ __forceinline__ void finish_sums(const Params& p, const void* bias, float4 sum, float out_scale, int output,
+                                            float (&values)[4], __nv_bfloat16 (&rounded)[4]) {
+  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    values[i] = __fmul_rn(values[i], out_scale);
+    values[i] = __fmul_rn(sums[i], out_scale);
     if (bias && output + i < p.out_features) {
       const float own = p.bias_is_float32 ? static_cast<const float*>(bias)[output + i]
                                           : __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[output + i]);
@@ -147,6 +145,14 @@ __device__ __forceinline__ void store_outputs(const Params& p, const void* bias,
     }
     rounded[i] = __float2bfloat16_rn(values[i]);
   }
+}
+
+__device__ __forceinline__ void store_outputs(const Params& p, const void* bias, float4 sum, float out_scale, int token, int output) {
+  float values[4];
+  __nv_bfloat16 rounded[4];
+  finish_sums(p, bias, sum, out_scale, output, values, rounded);
+  const int64_t place = int64_t(token) * p.out_features + output;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;
   if (p.out_is_float32) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)

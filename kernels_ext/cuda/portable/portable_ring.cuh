@@ -29,8 +29,8 @@ struct Params {
   bool aligned, bias_is_float32, out_is_float32;
 };
 
-// kKept: bytes of a block that its kernel has uses of its own for.
-template <class FormatType, int kTokenTilesOf, int kKept = 0>
+// kKept: bytes of a block that its kernel has uses of its own for. kMost: stages at most.
+template <class FormatType, int kTokenTilesOf, int kKept = 0, int kMost = kMostStages>
 struct Variant {
   using Format = FormatType;
   using Dot = typename std::conditional<Format::kActivationBits == 8, int, float>::type;
@@ -40,7 +40,7 @@ struct Variant {
   static constexpr int kScaleBytes = Format::kActivationBits == 8 ? Format::kGroups * kTokens * 4 : 0;
   static constexpr int kStageBytes = (kTokenBytes + kTileBytes + kScaleBytes + 127) / 128 * 128;
   static constexpr int kFitting = (kRingBytes - kKept - Format::kTableBytes) / kGroupsOfWarps / kStageBytes;
-  static constexpr int kStages = kFitting < kMostStages ? kFitting : kMostStages;
+  static constexpr int kStages = kFitting < kMost ? kFitting : kMost;
   static constexpr int kSumStride = kTileOutputs + 4;  // of the sums in shared memory: no bank conflict
   static constexpr int kRingsBytes = kGroupsOfWarps * kStages * kStageBytes;  // tables stand behind
   static constexpr int kSharedBytes = kRingsBytes + Format::kTableBytes;

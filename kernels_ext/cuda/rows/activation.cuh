@@ -32,4 +32,11 @@ const char* with_activation(int32_t activation, const Launch& launch) {
   }
 }
 
+// NaN stays NaN, which fminf and fmaxf would lose.
+__device__ __forceinline__ float gated_pair(float gate, float up, float slope, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (up + 1.f) * (gate / (1.f + expf(-slope * gate)));
+}
+
 }  // namespace mlspec

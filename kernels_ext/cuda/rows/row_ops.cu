@@ -165,13 +165,6 @@ __global__ void __launch_bounds__(kElementThreads)
   }
 }
 
-// NaN stays NaN, which fminf and fmaxf would lose.
-__device__ __forceinline__ float gated_pair(float gate, float up, float slope, float limit) {
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : up < -limit ? -limit : up;
-  return (up + 1.f) * (gate / (1.f + expf(-slope * gate)));
-}
-
 // count: of outputs. A thread has kVector of them, one behind the other, of whichever rows.
 __global__ void __launch_bounds__(kElementThreads)
     gated_pairs_kernel(const __nv_bfloat16* gate_up, int64_t count, float slope, float limit, __nv_bfloat16* out) {

@@ -14,55 +14,55 @@ MUTANTS = [
         "guesses behind a draft's end count", ACCEPTANCE,
         "(tokens == best[:, :-1]) & valid",
         "(tokens == best[:, :-1])",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "one guess behind a draft's end counts", ACCEPTANCE,
         "device=tokens.device) < lengths",
         "device=tokens.device) <= lengths",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "guesses are compared with the choice behind them", ACCEPTANCE,
         "tokens == best[:, :-1]",
         "tokens == best[:, 1:]",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "guesses behind a wrong one count", ACCEPTANCE,
         "flags.long().cumprod(dim=1).sum(dim=1)",
         "flags.long().sum(dim=1)",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "a row on the host keeps its first wrong guess", ACCEPTANCE,
         "next((n for n, (guess",
         "next((n + 1 for n, (guess",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "a row on the host that is all right keeps nothing", ACCEPTANCE,
         "if guess != own), len(guesses))",
         "if guess != own), 0)",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_the_specification",),
     ),
     Mutant(
         "the correction is dropped", CHECKER,
         "line[1 : 2 + a] if on",
         "line[1 : 1 + a] if on",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "the correction inside an engine is dropped", CHECKER,
         "best[: a + 1] for best, a in",
         "best[:a] for best, a in",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "an inactive row gains a token", CHECKER,
         "line[1 : 2 + a] if on else [] for line",
         "line[1 : 2 + a] for line",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "a rejected slot stays valid", CHECKER,
@@ -71,7 +71,7 @@ MUTANTS = [
         "strict=True)])\n"
         "        self.runner.lengths = [n + 1 for n in self.runner.lengths]\n"
         "        return Verdict(tokens, accepted, logits, scores)",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "a rejected slot of an engine stays valid", CHECKER,
@@ -80,49 +80,36 @@ MUTANTS = [
         "strict=True)])\n"
         "        self.runner.lengths = [n + 1 for n in self.runner.lengths]\n"
         "        return Verdict(tokens, accepted, None, None, scores.confidence)",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "a roll-back raises lengths", CHECKER,
         "min(have, valid) for have, valid",
         "max(have, valid) for have, valid",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "NaN is a token", CHECKER,
         "            if -1 in line:",
         "            if False:",
-        ("speculation/test_acceptance.py",),
+        ("speculation/test_acceptance.py::test_a_check_on_the_host",),
     ),
     Mutant(
         "confidence is the least of all that was scored", CHECKED,
         "min(line[: len(tokens)], default=1.0)",
         "min(line, default=1.0)",
-        (
-            "speculation/test_acceptance.py",
-            "speculation/test_chain.py",
-            "engines/test_cpu_engine.py",
-        ),
+        ("speculation/test_acceptance.py::test_a_level_that_drafts_for_another",),
     ),
     Mutant(
         "guesses of the table are not cut at the draft's length", DRAFT,
         "[line[:n] for line, n in zip(self.tokens.tolist()",
         "[line for line, n in zip(self.tokens.tolist()",
-        (
-            "speculation/test_acceptance.py",
-            "speculation/test_decode.py",
-            "engines/test_cpu_engine.py",
-        ),
+        ("speculation/test_acceptance.py::test_a_level_that_drafts_for_another",),
     ),
     Mutant(
         "a follower keeps lengths of its own", CHECKER,
         "runner.lengths = list(runner.follow.lengths)",
         "pass",
-        (
-            "speculation/test_kv_overwriting.py",
-            "engines/test_module_cache.py",
-            "engines/test_cpu_engine.py",
-            "integration/test_shared_cache.py",
-        ),
+        ("speculation/test_kv_overwriting.py::test_a_checked_cache_is_that_of_16_bits",),
     ),
 ]  # fmt: skip
