@@ -22,13 +22,14 @@ __host__ __device__ __forceinline__ constexpr int pitch_of(int dim) {
   return dim * kBits / 8 + kTailBytes;
 }
 
-// 64 rows of `pitch` bytes from `first_slot` on. Zeros behind the row `end`; its first bytes may be anything.
+// 64 rows of `pitch` bytes from `first_slot` on, kMost bytes at most. Zeros behind the row `end`; its first bytes may be anything.
+template <int kMost>
 __device__ __forceinline__ void load_codes(uint32_t to, const char* from, int first_slot, int pitch, int end) {
   const char* const rows = from + int64_t(first_slot) * pitch;
-  const int wanted = min(kChunk, end - first_slot) * pitch;
-#pragma unroll 5
-  for (int at = threadIdx.x % kAttendThreads * 16; at < kChunk * pitch; at += kAttendThreads * 16)
-    copy_async(to + at, at < wanted ? rows + at : from, at < wanted);
+  const int wanted = min(kChunk, end - first_slot) * pitch, mine = threadIdx.x % kAttendThreads * 16;
+#pragma unroll
+  for (int at = 0; at < kMost; at += kAttendThreads * 16)
+    if (mine + at < kChunk * pitch) copy_async(to + mine + at, rows + mine + at, mine + at < wanted);  // else nothing is read
 }
 
 // --- codes -> bfloat16, two in a word, all exact.
@@ -48,7 +49,9 @@ __device__ __forceinline__ uint32_t widened_bytes(uint32_t pair) {
 // Two int4 codes, the low bits of halves: 128 + code, less 136.
 __device__ __forceinline__ uint32_t widened_nibbles(uint32_t pair) {
   constexpr uint32_t kOne = 0x3F803F80, kMinus136 = 0xC308C308;
-  return fma_pair((pair & 0x000F000F) | 0x43004300, kOne, kMinus136);
+  uint32_t d;
+  asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(d) : "r"(pair));  // (a & b) | c, which C++ makes two of
+  return fma_pair(d, kOne, kMinus136);
 }
 
 // Four codes of a row, its low kBits / 2 bytes -> elements (0, 2), (1, 3).
@@ -130,7 +133,7 @@ struct SlotScales {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) products[i][n][e] = scaled_product<Shape::kBits>(products[i][n][e], of[n][e % 2], sums[i][e / 2]);
+        for (int e = 0; e < Shape::kResults; ++e) products[i][n][e] = scaled_product<Shape::kBits>(products[i][n][e], of[n][e % 2], sums[i][e / 2]);
   }
   __device__ __forceinline__ uint32_t operator()(int n, float low, float high) const {
     return narrowed(scaled_weight(low, of[n][0].step), scaled_weight(high, of[n][1].step));
@@ -182,12 +185,12 @@ struct OrderedQueries {
   float sums[Shape::kTiles][2];
 
   __device__ __forceinline__ void load(const char* queries) {
-    const int lane = threadIdx.x % kWarp, matrix = lane / 8;
-    base = shared_address(queries) + uint32_t((matrix % 2 * 8 + lane % 8) * Shape::kStride + matrix / 2 * 8) * 2;
+    const int lane = threadIdx.x % kWarp;
+    base = row_operands<Shape>(shared_address(queries), Shape::kStride);
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         const auto* const all = reinterpret_cast<const float*>(queries + Shape::kRows * Shape::kStride * 2);
         sums[i][r] = Shape::kBits == 4 ? all[i * 16 + r * 8 + lane / 4] : 0.f;
       }
@@ -251,8 +254,7 @@ struct ValueCodes {
           codes[k][part][s] = load_shared<kBytes>(first + uint32_t((k * 16 + s / 2 * 8 + s % 2) * pitch + part * kBytes));
   }
   __device__ __forceinline__ void multiply(uint32_t weights, const float (&factor)[Shape::kTiles][2], Attended<Shape>& state) const {
-    const int lane = threadIdx.x % kWarp, matrix = lane / 8;
-    const uint32_t weight = weights + uint32_t((matrix % 2 * 8 + lane % 8) * Shape::kWeightStride + matrix / 2 * 8) * 2;
+    const uint32_t weight = row_operands<Shape>(weights, Shape::kWeightStride);
     state.rescale(factor);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {

@@ -13,16 +13,16 @@ template <class Shape>
 __device__ __forceinline__ void merge(Attended<Shape>& all, const Attended<Shape>& rank) {
 #pragma unroll
   for (int i = 0; i < Shape::kTiles; ++i) {
-    const Merge rows[2] = {{all.largest[i][0], rank.largest[i][0]}, {all.largest[i][1], rank.largest[i][1]}};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      all.largest[i][r] = rows[r].largest;
-      all.sum[i][r] = rows[r](all.sum[i][r], rank.sum[i][r]);
+    for (int r = 0; r < Shape::kHalves; ++r) {
+      const Merge row(all.largest[i][r], rank.largest[i][r]);
+      all.largest[i][r] = row.largest;
+      all.sum[i][r] = row(all.sum[i][r], rank.sum[i][r]);
+#pragma unroll
+      for (int n = 0; n < Shape::kOutTiles; ++n)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) all.out[i][n][e] = row(all.out[i][n][e], rank.out[i][n][e]);
     }
-#pragma unroll
-    for (int n = 0; n < Shape::kOutTiles; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) all.out[i][n][e] = rows[e / 2](all.out[i][n][e], rank.out[i][n][e]);
   }
 }
 
@@ -38,7 +38,7 @@ struct Found {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         const int row = i * 16 + r * 8 + lane / 4;
         if (warp == 0 && lane % 4 == 0) stats[row] = {state.largest[i][r], state.sum[i][r], 0.f, 0.f};
         float* const to = sums + row * Shape::kOutStride;

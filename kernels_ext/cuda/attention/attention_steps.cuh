@@ -24,7 +24,7 @@ struct Lanes {
              (tile.batch_row * a.cache.key_batch_stride + tile.kv_head * a.cache.key_head_stride) * kElementBytes),
         values(static_cast<const char*>(a.cache.values) +
                (tile.batch_row * a.cache.value_batch_stride + tile.kv_head * a.cache.value_head_stride) * kElementBytes),
-        dim(int(a.cache.dim)),
+        dim(Shape::dim_of(a.cache.dim)),
         pitch(Shape::kBits ? pitch_of<Shape::kBits>(dim) : dim * 2),
         end(tile.end_slot()) {}
 };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void find_limits(const AttentionArgs& a, const Tile& 
 #pragma unroll
   for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < Shape::kHalves; ++r) {
       const int token = (tile.first_row + i * 16 + r * 8 + int(threadIdx.x) % kWarp / 4) / a.group;
       limit[i][r] = token < tile.end_token ? tile.start + token : -1;
     }
@@ -129,7 +129,7 @@ struct Chunks {
     const char* const from = values ? lanes.values : lanes.keys;
     if (!ahead.done()) {
       if constexpr (Shape::kBits)
-        load_codes(lane(values, of), from, ahead.chunk * kChunk, lanes.pitch, lanes.end);
+        load_codes<Shape::kLaneBytes>(lane(values, of), from, ahead.chunk * kChunk, lanes.pitch, lanes.end);
       else
         load_slots<Shape>(lane(values, of), from, ahead.chunk * kChunk, lanes.dim, lanes.end);
     }
@@ -298,7 +298,9 @@ const char* launch_attention(AttentionArgs args, int64_t rows, const mlspec_cuda
   const int64_t places = attention.multiprocessors;
   const int64_t busy = Shape::kBits ? places : places * 9 / 20;
   args.teams = !how.clusters ? 1 : attention.teams ? attention.teams : units < busy ? kTeams : 1;
-  bool several = args.teams == 1 ? units <= places || chunks > kTeams : chunks > (units * kTeams <= places ? 1 : 16) * kTeams;
+  // So many single groups over codes are as busy as groups of one block, and begin and end once.
+  const bool single = kLeastBlocks<Shape, 1> > 1 && units * kTeams > 3 * places;
+  bool several = args.teams == 1 ? units <= places || chunks > kTeams : !single && chunks > (units * kTeams <= places ? 1 : 16) * kTeams;
   if (attention.groups) several = attention.groups > 1;
   const auto fits = [&](int groups) { return Shape::shared_bytes(groups, Shape::kLeastStages) <= attention.shared_bytes; };
   if (several && args.teams == kTeams && fits(kOfRanks)) return launch_groups<Shape, kOfRanks, true>(args, attention, how);
@@ -310,6 +312,8 @@ const char* launch_attention(AttentionArgs args, int64_t rows, const mlspec_cuda
 template <int kDim, int kBits>
 const char* launch_tiles(const AttentionArgs& args, const mlspec_cuda_attention& attention, const mlspec_cuda_row_launch& how) {
   const int64_t rows = args.tokens.width * args.group;
+  if constexpr (kBits != 0)
+    if (rows <= 8 && args.cache.dim == kDim) return launch_attention<AttentionShape<kDim, 1, kBits, true>>(args, rows, attention, how);
   if (rows <= 16) return launch_attention<AttentionShape<kDim, 1, kBits>>(args, rows, attention, how);
   const bool side_by_side = args.cache.slots <= 16 * kChunk && 2 * args.cache.batch * args.cache.kv_heads < attention.multiprocessors / 2;
   if constexpr (kDim <= 128) {

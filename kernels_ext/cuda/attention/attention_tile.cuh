@@ -19,10 +19,13 @@ constexpr int kChunk = 64, kAttendWarps = 4, kAttendThreads = kAttendWarps * kWa
 constexpr int kPad = 8;  // elements behind a row in shared memory: rows of a matrix load lie in different banks
 
 // kDim: elements of a head, rounded up; what is behind its own is zero. kTiles: of 16 query rows. kBits: 0, or keys and values are
-// rows of codes of so many bits, which lanes hold as they are (attention_codes.cuh).
-template <int kDim_, int kTiles_, int kBits_>
+// rows of codes of so many bits, which lanes hold as they are (attention_codes.cuh). kFew: eight query rows at most, so that the
+// second half of the tile is neither kept nor scored, and heads of kDim elements; a row's bits are the same.
+template <int kDim_, int kTiles_, int kBits_, bool kFew_ = false>
 struct AttentionShape {
-  static constexpr int kDim = kDim_, kTiles = kTiles_, kRows = 16 * kTiles;
+  static constexpr bool kFew = kFew_;
+  static constexpr int kDim = kDim_, kTiles = kTiles_, kHalves = kFew ? 1 : 2, kRows = 8 * kHalves * kTiles;
+  static constexpr int kResults = 2 * kHalves;  // of the four of a tensor core's tile that a thread has, the first ones are rows'
   static constexpr int kBits = kBits_, kLeastStages = kBits ? 2 : 1;
   static constexpr int kStride = kDim + kPad, kWeightStride = kChunk + kPad;  // elements
   static constexpr int kOutTiles = kDim / kAttendWarps / 8;                   // of 8 elements, of one warp
@@ -34,10 +37,20 @@ struct AttentionShape {
   static constexpr int kApartBytes = kMissing > 0 ? kMissing : 0;  // in front of the lanes
   static constexpr int kStatBytes = kRows * 16, kFrontBytes = kWeightBytes + 2 * kWarpBytes + kStatBytes;  // of a group
   static_assert(kBits || kApartBytes == 0, "sums must fit into the lanes");
+  static_assert(!kFew || (kBits && kTiles == 1), "a few rows are half a tile, over codes");
   static_assert(kApartBytes % 16 == 0 && kLaneBytes % 16 == 0, "lanes begin at multiples of 16 bytes");
   __host__ __device__ static constexpr int group_bytes(int stages) { return kFrontBytes + kApartBytes + stages * kStageBytes; }
   static constexpr int shared_bytes(int groups, int stages) { return kQueryBytes + groups * group_bytes(stages); }
+  __host__ __device__ static constexpr int dim_of(int64_t dim) { return kFew ? kDim : int(dim); }
 };
+
+// Where a thread reads operand A of a tile's rows, which lie in shared memory from `rows` on. A few rows stand in both halves: what
+// becomes of the second one is not looked at, and to zero registers would cost more.
+template <class Shape>
+__device__ __forceinline__ uint32_t row_operands(uint32_t rows, int stride) {
+  const int lane = threadIdx.x % kWarp, matrix = lane / 8;
+  return rows + uint32_t((matrix % Shape::kHalves * 8 + lane % 8) * stride + matrix / 2 * 8) * 2;
+}
 
 // 2^(value * slope - most), 0 for values of -inf even where the maximum is. slope: positive.
 __device__ __forceinline__ float weight_of(float value, float most, float slope = 1.f) {
@@ -82,14 +95,14 @@ struct Attended {
 #pragma unroll
       for (int n = 0; n < Shape::kOutTiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[i][n][e] = __fmul_rn(out[i][n][e], factor[i][e / 2]);
+        for (int e = 0; e < Shape::kResults; ++e) out[i][n][e] = __fmul_rn(out[i][n][e], factor[i][e / 2]);
   }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) largest[i][r] = -CUDART_INF_F, sum[i][r] = 0.f;
+      for (int r = 0; r < Shape::kHalves; ++r) largest[i][r] = -CUDART_INF_F, sum[i][r] = 0.f;
 #pragma unroll
       for (int n = 0; n < Shape::kOutTiles; ++n)
 #pragma unroll
@@ -160,14 +173,24 @@ struct AttentionGroup {
     }
   }
 
+  __device__ __forceinline__ static void shape(const ScoreRule& rule, float (&products)[Shape::kTiles][2][4]) {
+#pragma unroll
+    for (int i = 0; i < Shape::kTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int e = 0; e < Shape::kResults; ++e) products[i][n][e] = rule.shape(products[i][n][e]);
+  }
+
   // Products -> values, -inf where the row (at position limit, -1: none) may not see the slot; maxima of rows.
   __device__ __forceinline__ void score(const ScoreRule& rule, int first_slot, const int (&limit)[Shape::kTiles][2],
                                         float (&products)[Shape::kTiles][2][4]) const {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % kAttendWarps, window = rule.window_at(first_slot);
+    if (rule.shaped) shape(rule, products);
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         float most = -CUDART_INF_F;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -176,7 +199,6 @@ struct AttentionGroup {
             float& value = products[i][n][2 * r + e];
             const int slot = first_slot + warp * 16 + n * 8 + lane % 4 * 2 + e;
             const bool seen = slot <= limit[i][r] && (window == 0 || slot > limit[i][r] - window);
-            if (rule.shaped) value = rule.shape(value);
             value = seen ? value : -CUDART_INF_F;
             most = fmaxf(most, value);
           }
@@ -197,7 +219,7 @@ struct AttentionGroup {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         const int row = i * 16 + r * 8 + lane / 4;
         float most = maxima[row];
 #pragma unroll
@@ -226,7 +248,7 @@ struct AttentionGroup {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         const float sum = sum_of_lanes(of[i][r]);
         if (lane % 4 == 0) parts[warp * Shape::kRows + i * 16 + r * 8 + lane / 4] = sum;
       }
@@ -247,7 +269,7 @@ struct AttentionGroup {
 #pragma unroll
     for (int i = 0; i < Shape::kTiles; ++i)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < Shape::kHalves; ++r) {
         state.sum[i][r] = whole(sums, i, r);
         if constexpr (Shape::kBits == 4) {
           const float shift = whole(maxima, i, r);
