@@ -189,6 +189,44 @@ def test_where_anything_changed_all_levels_are_built(built, cost, load, draft, t
     assert built[-1] == ["draft"]
 
 
+@pytest.mark.parametrize("change", [
+    {"names": "d"}, {"names": []}, {"kinds": []}, {"kinds": [[1, None]]}, {"kinds": [[True, "9"]]}, {"seen": -1},
+    {"seen": 0}, {"key": {}}, {"key": [{}]}, {"captured": 0}, {"follows": None}, {"seconds": float("nan")},
+    {"seconds": 10**400}, {"levels": [3]}, {"levels": [{"twin": 7}]}, {"levels": [{"prior": 2}]},
+    {"levels": [{"most_slots": "x"}]}, {"levels": [{"model": ["x"]}]}, {"levels": None},
+], ids=str)  # fmt: skip
+def test_a_description_with_a_wrong_value_is_none(built, cost, load, draft, tmp_path, change):
+    ids = write(load(), [draft])
+    (file,) = described(tmp_path)
+    said = json.loads(file.read_text())
+    levels = said["chain"]["levels"]
+    if isinstance(change.get("levels"), list) and isinstance(change["levels"][0], dict):
+        change = {"levels": [*levels[:-1], {**levels[-1], **change["levels"][0]}]}
+    file.write_text(json.dumps({**said, "chain": {**said["chain"], **change}}))
+    built.clear()
+    assert torch.equal(write(load(), [draft]), ids)
+    assert built[-1] == ["draft"]
+
+
+def test_what_no_process_knew_is_not_sought_in_every_call(built, cost, load, tmp_path, monkeypatch):
+    (tmp_path / "known").mkdir()
+    sought, found = [], known._found
+    monkeypatch.setattr(known, "_found", lambda *given: sought.append(1) or found(*given))
+    monkeypatch.setattr(known, "remember", lambda *_: None)  # as of a head, whose levels are built in every call
+    model = load()
+    for _ in range(3):
+        write(model, ["mxfp4"])
+    assert len(sought) == 1
+
+
+def test_a_target_knows_the_chains_that_it_had_last(built, cost, load, monkeypatch):
+    monkeypatch.setattr(known, "_MOST_KNOWN", 3)
+    model = load()
+    for level in ("mxfp4", "ngram", "prompt_lookup", "early_exit:1", "mxfp4"):
+        write(model, [level], 3)
+    assert [asked[-1][1] for asked in state_of(model).known] == ["prompt_lookup", "early_exit:1", "mxfp4"]
+
+
 def test_costs_that_forbid_a_level_are_timed_again(built, cost, load, draft):
     write(load(), [draft])
     other = load()
