@@ -18,11 +18,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
@@ -33,7 +31,6 @@ import hf_mlspec
 from eval.few import add_quick, limits, require_limits, settle
 from eval.records import machine
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
-from hf_mlspec.integration.stream import rounds
 
 Work = list[tuple[list[int], dict[str, Any]]]  # prompt of every request, and its options, of which one is the limit
 _LIMIT = "max_new_tokens"
@@ -51,14 +48,9 @@ def as_stream(model: PreTrainedModel, levels: list, work: Work, max_batch: int) 
     return new, seconds
 
 
-@contextmanager
-def _not_captured(*_: Any, **__: Any) -> Iterator[None]:
-    yield None
-
-
 def step_by_step(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
-    with mock.patch.object(rounds, "captured", _not_captured):
-        return as_stream(model, levels, work, max_batch)
+    """Who may ask for log probabilities is not in captured rounds; without events nobody computes them."""
+    return as_stream(model, levels, [(ids, {**options, "logprobs": 0}) for ids, options in work], max_batch)
 
 
 def in_batches(model: PreTrainedModel, levels: list, work: Work, max_batch: int) -> Written:
@@ -137,7 +129,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
 
 
 def _options(number: int, limit: int, temperature: float | None) -> dict[str, Any]:
-    sampled = {} if temperature is None else {"temperature": temperature, "seed": number}
+    sampled = {} if temperature is None else {"temperature": temperature, "top_k": 0, "seed": number}
     return {_LIMIT: limit, "do_sample": temperature is not None, **sampled}
 
 

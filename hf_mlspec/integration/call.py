@@ -144,7 +144,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         chain = _chain(model, call, prompts, stop, state)
     _require_memory(model, call, chain, prompts, state)
     record = Record(call.settings, call.streamer, len(prompts.rows))
-    state.last_stats = SpeculationStats(chain.counts)  # a streamer may watch them grow
+    chain.watched = state.last_stats = SpeculationStats(chain.counts)  # a streamer may watch them grow
     emit = record if record.listens else None
     if call.watch is not None:
         emit, chain.shelving = call.watch(chain, record), None  # whoever watches levels wants them at work

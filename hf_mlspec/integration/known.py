@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..engines.built import device_of
-from ..nn.state import ModelState, state_of
+from ..nn.state import ModelState
 from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
@@ -34,13 +34,23 @@ from ..speculation.rounds.steering import alike
 from ..speculation.search import Choice
 from ..speculation.shelf import are_kept
 from .config import SpeculationConfig
-from .costs.known_file import Given, any_known, described, file_of, read_description, told_of, write_description
+from .costs.known_file import (
+    Given,
+    any_known,
+    as_tuple,
+    described,
+    file_of,
+    read_description,
+    told_of,
+    write_description,
+)
 from .costs.probe import costs_of, first_check, is_due
 from .levels.resolve import Level
 from .levels.wiring import Wiring
 
 _LENGTHS = "num_assistant_tokens", "assistant_confidence_threshold"  # of a level's generation_config, obeyed where set
 _BUILDING_SHARE = 0.02  # of the time may go to building levels that what is known rules out
+_MOST_KNOWN = 64  # chains of a target
 _MOST_CALLS = 8  # in captured rounds that do without levels that were never built here, until one builds them
 
 
@@ -127,7 +137,7 @@ def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple) -> N
         return
     before = wiring.state.known.get(wiring.asked)
     before = before if before is not None and before.decoder() is decoder else None
-    wiring.state.known[wiring.asked] = Known(
+    _keep(wiring, Known(
         [level.name for level in chain.levels],
         list(map(Kind.of, chain.levels, chain.runners)),
         bool(getattr(chain.drafter, "follows", False)),
@@ -138,7 +148,17 @@ def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple) -> N
         runners[0].can.capturable,
         file=before.file if before else file_of(runners[0], wiring.given),
         described=before.described if before else set(),
-    )
+    ))  # fmt: skip
+
+
+def _keep(wiring: Wiring, known: Known | None) -> None:
+    """What is known of the levels of a call, None where no other process knows anything. Those of which calls asked
+    longest ago are forgotten: every model that is given as a level has entries of its own."""
+    all_ = wiring.state.known
+    all_.pop(wiring.asked, None)
+    for oldest in list(all_)[: max(len(all_) + 1 - _MOST_KNOWN, 0)]:
+        all_.pop(oldest, None)  # another thread may have been faster
+    all_[wiring.asked] = known
 
 
 def _is_object(one: Any) -> bool:
@@ -171,19 +191,16 @@ def _found(wiring: Wiring, chain: Chain) -> Known | None:
     decoder = getattr(target, "decoder", None)
     file = file_of(target, given) if decoder is not None else None
     found = read_description(file, target) if file is not None else None
-    try:
-        if found is None or (replayed := bool(found["captured"])) != target.can.capturable:
-            return None
-        told = told_of(target, found["levels"], replayed, wiring.config.profile)
-        kinds = [Kind(bool(reads), positions) for reads, positions in found["kinds"]]
-        held = list(map(weakref.ref, filter(_is_object, given.objects)))
-        key, seconds = _as_tuple(found["key"]), float(found["seconds"])
-        known = Known(found["names"], kinds, bool(found["follows"]), int(found["seen"]), key, held,
-                      weakref.ref(decoder), replayed, file=file, described={replayed}, seconds=seconds)  # fmt: skip
-    except (KeyError, TypeError, ValueError):  # damaged: as if there were none
+    if found is None or (replayed := found["captured"]) != target.can.capturable:
         return None
+    told = told_of(target, found["levels"], replayed, wiring.config.profile)
     if told is None:
         return None
+    kinds = [Kind(reads, positions) for reads, positions in found["kinds"]]
+    held = list(map(weakref.ref, filter(_is_object, given.objects)))
+    key, seconds = as_tuple(found["key"]), found["seconds"]
+    known = Known(found["names"], kinds, found["follows"], found["seen"], key, held, weakref.ref(decoder), replayed,
+                  file=file, described={replayed}, seconds=seconds)  # fmt: skip
     (own,) = costs_of(target, [], profile=wiring.config.profile, prepare=wiring.config.prepare, replayed=replayed)
     known.costs[replayed] = own, told
     costs = [own, *(level.costs for level in told if level.costs is not None)]
@@ -191,11 +208,6 @@ def _found(wiring: Wiring, chain: Chain) -> Known | None:
     wiring.state.openings.setdefault(key, Openings()).due = due
     wiring.state.known[wiring.asked] = known
     return known
-
-
-def _as_tuple(said: Any) -> Any:
-    """Lists as JSON has them, as the tuples that they were."""
-    return tuple(map(_as_tuple, said)) if isinstance(said, list) else said
 
 
 def spared(
@@ -211,7 +223,8 @@ def spared(
     known, chain = state.known.get(wiring.asked), None
     if wiring.asked is None or are_kept():
         return None
-    if known is None and any_known():
+    if wiring.asked not in state.known and any_known():
+        _keep(wiring, None)
         known = _found(wiring, chain := wiring.build([]))
     openings = None if known is None else state.openings.get(known.key)
     if openings is None or is_due(openings.due) or not known.stands(wiring.model, wiring.given.levels):
@@ -254,7 +267,6 @@ def _build(wiring: Wiring, known: Known, chain: Chain, resolved: Callable[[], li
     chain.deferred, known.seconds = None, 0.0
     if chain.on_built is not None:
         chain.on_built(chain.drafter)
-    watched = state_of(wiring.model).last_stats
-    if watched is not None:
-        watched.levels[:] = [level.stats for level in chain.levels]
+    if chain.watched is not None:
+        chain.watched.levels[:] = chain.counts
     return Built(chain.drafter, chain.levels, chain.runners, chain.samplers[1:])

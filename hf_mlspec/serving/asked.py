@@ -114,7 +114,7 @@ def _sampling(body: dict[str, Any], samples: bool) -> dict[str, Any]:
 def _bias(bias: Any) -> dict[tuple[int, ...], float]:
     try:
         found = {(int(token),): float(value) for token, value in bias.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise invalid("logit_bias", "logit_bias must be an object of token ids and numbers") from None
     if not all(token[0] >= 0 and -100 <= value <= 100 for token, value in found.items()):
         raise invalid("logit_bias", "logit_bias must have token ids of 0 or more, and numbers of -100 to 100")

@@ -61,7 +61,8 @@ class Chain:
     nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
     that cannot be captured, where lengths are chosen and the target alone can. deferred: the levels, where they are
     built when a plan first uses them; until then the chain has none. on_built: told of the first of them then.
-    left_off: what was expected of a call that does without them to its end.
+    watched: counts that are looked at while the call runs; those of deferred levels come into them. left_off: what was
+    expected of a call that does without them to its end.
     """
 
     target: Checker
@@ -80,6 +81,7 @@ class Chain:
     shelving: Shelving | None = field(default=None, init=False)
     deferred: Deferred | None = field(default=None, init=False)
     on_built: Callable[[Drafter], None] | None = field(default=None, init=False)
+    watched: SpeculationStats | None = field(default=None, init=False)
     left_off: Choice | None = field(default=None, init=False)
 
     @classmethod

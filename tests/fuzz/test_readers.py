@@ -28,6 +28,7 @@ from tests.fuzz import seeds
 from tests.fuzz.harness import Counts, Target, feed, fuzz
 from tests.fuzz.targets import TARGETS
 
+INPUTS = 200  # of each reader: as many on every machine
 DEEP = b'{"a":' * 100_000
 
 
@@ -37,11 +38,11 @@ DEEP = b'{"a":' * 100_000
 def test_malformed_inputs(target, tmp_path):
     logging.disable(logging.CRITICAL)
     try:
-        counts = fuzz(target, tmp_path, seed=7, seconds=0.9)
+        counts = fuzz(target, tmp_path, seed=7, seconds=60, most=INPUTS)
     finally:
         logging.disable(logging.NOTSET)
     assert [f"{one.what}: {one.said} {one.data[:200]!r}" for one in counts.findings.values()] == []
-    assert counts.inputs > 20
+    assert counts.inputs == INPUTS
     assert counts.taken
 
 
@@ -105,6 +106,11 @@ def test_a_batch_line_whose_url_is_no_text(url):
 def test_a_message_whose_role_is_no_text(role):
     with pytest.raises(ApiError):
         _check_messages([{"role": role, "content": "x"}])
+
+
+def test_a_bias_of_a_request_beyond_floats():
+    with pytest.raises(ApiError, match="logit_bias must be an object of token ids and numbers"):
+        read_asked({"prompt": "x", "logit_bias": {"3": 10**400}}, Limits(), {"prompt"}, samples=True)
 
 
 def test_a_number_of_a_request_beyond_floats():

@@ -147,6 +147,25 @@ def test_levels_come_in_the_middle_of_a_stream(built, cost, load, draft, three):
     assert state_of(other).last_stats.levels[0].accepted > 0
 
 
+def test_a_call_between_two_rounds_of_a_stream_keeps_its_own_counts(built, cost, load, draft, three):
+    """The levels of the stream come behind it, and are counted where the stream is looked at."""
+    options = {"assistant_models": [draft], "max_new_tokens": 20, "eos_token_id": None, "max_batch": 2}
+    list(generate_stream(load(), ROWS, **options))
+    model, between = load(), []
+
+    def source():
+        yield ROWS[0]
+        write(model, ["ngram"], 4, speculation_config={"num_draft_tokens": 2})
+        between.append(state_of(model).last_stats)
+        yield ROWS[1]
+
+    built.clear()
+    list(generate_stream(model, source(), **options))
+    assert built == [[], ["ngram"], ["draft"]]
+    assert [level.name for level in between[0].levels] == ["ngram"]
+    assert state_of(model).last_stats.levels[0].accepted > 0
+
+
 @pytest.mark.parametrize("change", ["a file of the level", "another machine", "damaged", "no costs", "other options"])
 def test_where_anything_changed_all_levels_are_built(built, cost, load, draft, tmp_path, change):
     ids = write(load(), [draft])
@@ -168,6 +187,44 @@ def test_where_anything_changed_all_levels_are_built(built, cost, load, draft, t
     built.clear()
     assert torch.equal(write(load(), [draft], **options), ids)
     assert built[-1] == ["draft"]
+
+
+@pytest.mark.parametrize("change", [
+    {"names": "d"}, {"names": []}, {"kinds": []}, {"kinds": [[1, None]]}, {"kinds": [[True, "9"]]}, {"seen": -1},
+    {"seen": 0}, {"key": {}}, {"key": [{}]}, {"captured": 0}, {"follows": None}, {"seconds": float("nan")},
+    {"seconds": 10**400}, {"levels": [3]}, {"levels": [{"twin": 7}]}, {"levels": [{"prior": 2}]},
+    {"levels": [{"most_slots": "x"}]}, {"levels": [{"model": ["x"]}]}, {"levels": None},
+], ids=str)  # fmt: skip
+def test_a_description_with_a_wrong_value_is_none(built, cost, load, draft, tmp_path, change):
+    ids = write(load(), [draft])
+    (file,) = described(tmp_path)
+    said = json.loads(file.read_text())
+    levels = said["chain"]["levels"]
+    if isinstance(change.get("levels"), list) and isinstance(change["levels"][0], dict):
+        change = {"levels": [*levels[:-1], {**levels[-1], **change["levels"][0]}]}
+    file.write_text(json.dumps({**said, "chain": {**said["chain"], **change}}))
+    built.clear()
+    assert torch.equal(write(load(), [draft]), ids)
+    assert built[-1] == ["draft"]
+
+
+def test_what_no_process_knew_is_not_sought_in_every_call(built, cost, load, tmp_path, monkeypatch):
+    (tmp_path / "known").mkdir()
+    sought, found = [], known._found
+    monkeypatch.setattr(known, "_found", lambda *given: sought.append(1) or found(*given))
+    monkeypatch.setattr(known, "remember", lambda *_: None)  # as of a head, whose levels are built in every call
+    model = load()
+    for _ in range(3):
+        write(model, ["mxfp4"])
+    assert len(sought) == 1
+
+
+def test_a_target_knows_the_chains_that_it_had_last(built, cost, load, monkeypatch):
+    monkeypatch.setattr(known, "_MOST_KNOWN", 3)
+    model = load()
+    for level in ("mxfp4", "ngram", "prompt_lookup", "early_exit:1", "mxfp4"):
+        write(model, [level], 3)
+    assert [asked[-1][1] for asked in state_of(model).known] == ["prompt_lookup", "early_exit:1", "mxfp4"]
 
 
 def test_costs_that_forbid_a_level_are_timed_again(built, cost, load, draft):

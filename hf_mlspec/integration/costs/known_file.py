@@ -27,6 +27,7 @@ from .identity import chain_of, machine_of, model_of
 from .probe import costs_of_hash
 
 _VERSION = 1
+_MOST_SECONDS = 1e5  # that building levels may take: more is no measurement
 _FOLDER = "known"
 
 
@@ -80,9 +81,50 @@ def read_description(path: Path, target: Engine) -> dict[str, Any] | None:
         found = read_object(path)
         if found["mlspec_known"] != _VERSION or differences(found["machine"], machine_of(target)):
             return None
-        return found["chain"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return found["chain"] if _says_all(found["chain"]) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _says_all(chain: dict[str, Any]) -> bool:
+    """Whether a description has what is read of it, in the kinds that it was written in. KeyError, TypeError or
+    AttributeError for some that have not."""
+    names, kinds, levels = chain["names"], chain["kinds"], chain["levels"]
+    count = len(names) * (2 if chain["seen"] else 1)
+    hash(as_tuple(chain["key"]))
+    return (
+        len(levels) == count > 0 == len(kinds) - len(names)
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and all(isinstance(reads, bool) and _is_count(positions) for reads, positions in kinds)
+        and all(isinstance(chain[name], bool) for name in ("follows", "captured"))
+        and isinstance(chain["key"], list)
+        and _is_count(chain["seen"])
+        and 0 <= chain["seconds"] <= _MOST_SECONDS
+        and all(_is_level(one, count) for one in levels)
+    )
+
+
+def _is_level(one: dict[str, Any], count: int) -> bool:
+    twin, model = one["twin"], one["model"]
+    return (
+        0 <= one["prior"] <= 1
+        and all(isinstance(one[name], bool) for name in ("own_cache", "joined"))
+        and isinstance(one["name"], str)
+        and isinstance(model, (str, type(None)))
+        and _is_count(one["most_slots"])
+        and _is_count(twin)
+        and (twin is None or twin < count)
+    )
+
+
+def _is_count(said: Any) -> bool:
+    return said is None or (type(said) is int and said >= 0)
+
+
+def as_tuple(said: Any) -> Any:
+    """Lists as JSON has them, as the tuples that they were."""
+    return tuple(map(as_tuple, said)) if isinstance(said, list) else said
 
 
 def write_description(path: Path, target: Engine, chain: dict[str, Any]) -> None:
@@ -118,8 +160,7 @@ def told_of(target: Engine, described: list[dict], replayed: bool, profile: Any)
             if costs is None:
                 return None
             costs = replace(costs, most_slots=one["most_slots"])
-        own, joined = bool(one["own_cache"]), bool(one["joined"])
-        found.append(LevelCosts(str(one["name"]), costs, float(one["prior"]), own, joined, one["twin"]))
+        found.append(LevelCosts(one["name"], costs, one["prior"], one["own_cache"], one["joined"], one["twin"]))
     return found
 
 

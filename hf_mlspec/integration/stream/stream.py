@@ -128,7 +128,7 @@ class _Stream:
         self.rules, self.max_batch, self.prompts, self.admitted = rules, max_batch, prompts, 0
         self.live, self.telling = live, telling  # by the number of their row
         self.spoiled: set[int] = set()  # numbers of rows that may have left NaN in their slots
-        self.told = SpeculationStats(chain.counts)  # while the stream runs
+        self.told = chain.watched = SpeculationStats(chain.counts)  # while the stream runs
         self.device = next(model.parameters()).device
         self.rounds = StreamRounds(chain, self.device, max_batch, self._stop, self._emit, prompts.begun,
                                    live)
