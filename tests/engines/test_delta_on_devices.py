@@ -8,9 +8,10 @@ from decoders import HYBRIDS, PACKED_SHAPE, Lanes, random_model
 from models import prompts
 
 import hf_mlspec
+from hf_mlspec.engines.cuda import engine as cuda_engine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
-from hf_mlspec.engines.cuda.states import WINDOW
+from hf_mlspec.engines.cuda.states import WINDOW, DeltaStates
 from hf_mlspec.engines.engine import Guess
 
 LENGTH = 48
@@ -111,6 +112,39 @@ def test_long_checks_and_drafts(model, count):
     assert draft(own, [row[:20]], count)[0] == drafted
     own.lengths = [25]
     assert torch.equal(own.feed([row[:20] + drafted[:8]])[0, 0], alone(model, row[:20] + drafted[:8]))
+
+
+def test_a_prompt_without_memory_is_read_again_and_its_neighbours_states_stay(model, monkeypatch):
+    rows = ids(3, length=2 * WINDOW)
+    engine = engine_over(model, 3)
+    engine.feed([rows[0][:5], rows[1][: 2 * WINDOW - 1], rows[2][:6]])
+    monkeypatch.setattr(cuda_engine, "CHUNK", 64)
+    monkeypatch.setattr(cuda_engine, "_LEAST_CHUNK", 8)
+    feed_forward, calls = engine.decoder._feed_forward, []
+
+    def short_of_memory(*operands):
+        calls.append(1)
+        if len(calls) == 3:  # behind layers that have left their states
+            raise torch.OutOfMemoryError("none left")
+        return feed_forward(*operands)
+
+    monkeypatch.setattr(engine.decoder, "_feed_forward", short_of_memory)
+    lines = [rows[0][:30], rows[1][: 2 * WINDOW - 1], rows[2][:30]]
+    found = engine.feed(lines, alive=[True, False, True])[:, 0]
+    lines[1] = rows[1]
+    assert len(calls) > 6 and engine.lengths[1] == 2 * WINDOW - 1
+    for r in (0, 2):
+        assert torch.equal(found[r], alone(model, lines[r]))
+    found = engine.feed(lines)[:, 0]
+    for r in range(3):
+        assert torch.equal(found[r], alone(model, lines[r]))
+
+
+def test_states_of_another_window_are_other_addresses(model):
+    sizes = CudaDecoder(model).sizes.delta
+    held, more = (DeltaStates.new(sizes, 1, 2, torch.float32, CPU, window) for window in (8, 16))
+    assert held.addresses != held._replace(inputs=held.inputs[:, :, :4]).addresses
+    assert held.part(0, 1).addresses != held.addresses != more.addresses
 
 
 def test_rows_are_moved_joined_and_forgotten(model):

@@ -189,9 +189,10 @@ def prefill(
             steps += 1
             continue
         most //= 2  # what was written is written again, with the same bits
-        if states is not None:  # some layers' are of more tokens than others'
-            states.part(first, end).forget(range(end - first))
-            done[first:end] = [0] * (end - first)
+        if states is not None:  # some layers' are of more tokens than others', of rows that had some in this step
+            begun = [r for r, count in enumerate(counts, start=first) if count]
+            states.forget(begun)
+            done = [0 if r in begun else have for r, have in enumerate(done)]
         torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
     return steps
 
