@@ -132,7 +132,8 @@ def test_a_prompt_without_memory_is_read_again_and_its_neighbours_states_stay(mo
     lines = [rows[0][:30], rows[1][: 2 * WINDOW - 1], rows[2][:30]]
     found = engine.feed(lines, alive=[True, False, True])[:, 0]
     lines[1] = rows[1]
-    assert len(calls) > 6 and engine.lengths[1] == 2 * WINDOW - 1
+    assert len(calls) > 6
+    assert engine.lengths[1] == 2 * WINDOW - 1
     for r in (0, 2):
         assert torch.equal(found[r], alone(model, lines[r]))
     found = engine.feed(lines)[:, 0]
