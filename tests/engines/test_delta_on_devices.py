@@ -141,6 +141,27 @@ def test_a_prompt_without_memory_is_read_again_and_its_neighbours_states_stay(mo
         assert torch.equal(found[r], alone(model, lines[r]))
 
 
+@pytest.mark.parametrize("fed", [31, 60])
+def test_what_was_interrupted_between_two_layers_is_read_again(model, monkeypatch, fed):
+    """A check of few tokens, and a prompt."""
+    row, engine = ids(length=2 * WINDOW)[0], engine_over(model)
+    check(engine, [row[:30]], [row[30:35]])
+    engine.lengths = [30]
+    feed_forward, calls = engine.decoder._feed_forward, []
+
+    def interrupted(*operands):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return feed_forward(*operands)
+
+    monkeypatch.setattr(engine.decoder, "_feed_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.feed([row[:fed]])
+    for end in (fed, fed + 1):
+        assert torch.equal(engine.feed([row[:end]])[0, 0], alone(model, row[:end]))
+
+
 def test_states_of_another_window_are_other_addresses(model):
     sizes = CudaDecoder(model).sizes.delta
     held, more = (DeltaStates.new(sizes, 1, 2, torch.float32, CPU, window) for window in (8, 16))

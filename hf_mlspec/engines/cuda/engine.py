@@ -115,7 +115,8 @@ class CudaEngine(CudaRows):
     def _prefill(self, lines: Rows) -> None:
         """Bring the cache of every row to these tokens; of rows that are not alive there are none."""
         view = self.bits, self.draft_window, self._owner.states
-        self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
+        with self._settling():
+            self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
         if self.states is not None:
             read = [len(line) - have for line, have in zip(lines, self.lengths, strict=True)]
             self._settled([len(line) for line in lines], [max(n, 0) for n in read])
@@ -139,7 +140,8 @@ class CudaEngine(CudaRows):
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
         view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window, "states": states, "settles": settles}
-        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
+        with self._settling():
+            logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
         if settles != KEEP:
             self._settled(starts, counts)
         self.forwards += 1
