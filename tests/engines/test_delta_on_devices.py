@@ -162,6 +162,20 @@ def test_what_was_interrupted_between_two_layers_is_read_again(model, monkeypatc
         assert torch.equal(engine.feed([row[:end]])[0, 0], alone(model, row[:end]))
 
 
+def test_what_a_follower_reads_is_read_again_by_its_leader(model):
+    other = random_model("qwen3.5", torch.float32)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(1.5)
+    rows, leader = ids(2), engine_over(model, 2)
+    follower = engine_over(other, 2, follow=leader)
+    leader.feed([rows[0][:20], rows[1][:9]])
+    leader.lengths = [19, 8]
+    longer = [rows[0][:26], rows[1][:9]]
+    draft(follower, longer, 5)
+    found = leader.feed(longer)[:, 0]
+    assert torch.equal(found, torch.stack([alone(model, row) for row in longer]))
+
+
 def test_states_of_another_window_are_other_addresses(model):
     sizes = CudaDecoder(model).sizes.delta
     held, more = (DeltaStates.new(sizes, 1, 2, torch.float32, CPU, window) for window in (8, 16))

@@ -117,9 +117,11 @@ class CudaEngine(CudaRows):
         view = self.bits, self.draft_window, self._owner.states
         with self._settling():
             self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
-        if self.states is not None:
-            read = [len(line) - have for line, have in zip(lines, self.lengths, strict=True)]
-            self._settled([len(line) for line in lines], [max(n, 0) for n in read])
+        read = [max(len(line) - have, 0) for line, have in zip(lines, self.lengths, strict=True)]
+        self._settled([len(line) for line in lines], read)
+        if self.follow is not None:  # whose states are those of a draft now
+            owner = self._owner
+            owner.settled = [None if n else have for n, have in zip(read, owner.settled, strict=True)]
 
     def _bits_of_rows(self) -> Bits | BlockBits:
         """What a step of all rows reads."""

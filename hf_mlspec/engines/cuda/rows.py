@@ -99,7 +99,7 @@ class CudaRows(DecoderRows):
         if owner.states is None:
             return None, KEEP
         keeps = drafts or owner is not self
-        far = [start + count - (settled if keeps else start)
+        far = [start + count - ((settled or 0) if keeps else start)
                for start, count, settled in zip(starts, counts, owner.settled, strict=True) if count]  # fmt: skip
         wanted = max(far, default=0) + self.decoder.sizes.delta.taps
         if keeps and owner is self and wanted > owner.states.window:
