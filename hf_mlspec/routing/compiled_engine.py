@@ -32,6 +32,9 @@ ORDERED = "its linears read inputs in an order or a rotation of their own, in wh
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
 
 
+_KEPT = 64  # choices of all rows together whose places on the device are kept
+
+
 class _Scorers:
     """A router's MLPs where the model is, standardization folded into their first layers: three small kernels and one
     wait a block."""
@@ -82,12 +85,16 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
         self.can = RoutedCudaEngine.can
         self.router, self.blocks = router, blocks_of(model)
         self.chosen = []
-        self._row_bits: dict[tuple, RowBits] = {}
+        self._row_bits: dict[tuple, RowBits] = {}  # graphs hold addresses of theirs
         self._scorers = _Scorers(router, decoder.device)
 
     def start(self, batch: int, device: torch.device) -> None:
         super().start(batch, device)
-        self._steps = CudaSteps(self.model, self.decoder)  # graphs of other widths keep streamed planes where they are
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of graphs of other widths, which keep streamed planes where they are, too."""
+        self._steps, self._row_bits = CudaSteps(self.model, self.decoder), {}
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
@@ -121,6 +128,8 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
     def _bits_of(self, widths: Sequence[Sequence[int]]) -> RowBits:
         key = tuple(map(tuple, widths))
         if key not in self._row_bits:
+            if len(self._row_bits) == _KEPT:  # rows came and went
+                self._let_go()
             self._row_bits[key] = RowBits(widths, self.decoder.device)
         return self._row_bits[key]
 

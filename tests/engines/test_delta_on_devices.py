@@ -8,9 +8,10 @@ from decoders import HYBRIDS, PACKED_SHAPE, Lanes, random_model
 from models import prompts
 
 import hf_mlspec
+from hf_mlspec.engines.cuda import engine as cuda_engine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
-from hf_mlspec.engines.cuda.states import WINDOW
+from hf_mlspec.engines.cuda.states import WINDOW, DeltaStates
 from hf_mlspec.engines.engine import Guess
 
 LENGTH = 48
@@ -111,6 +112,75 @@ def test_long_checks_and_drafts(model, count):
     assert draft(own, [row[:20]], count)[0] == drafted
     own.lengths = [25]
     assert torch.equal(own.feed([row[:20] + drafted[:8]])[0, 0], alone(model, row[:20] + drafted[:8]))
+
+
+def test_a_prompt_without_memory_is_read_again_and_its_neighbours_states_stay(model, monkeypatch):
+    rows = ids(3, length=2 * WINDOW)
+    engine = engine_over(model, 3)
+    engine.feed([rows[0][:5], rows[1][: 2 * WINDOW - 1], rows[2][:6]])
+    monkeypatch.setattr(cuda_engine, "CHUNK", 64)
+    monkeypatch.setattr(cuda_engine, "_LEAST_CHUNK", 8)
+    feed_forward, calls = engine.decoder._feed_forward, []
+
+    def short_of_memory(*operands):
+        calls.append(1)
+        if len(calls) == 3:  # behind layers that have left their states
+            raise torch.OutOfMemoryError("none left")
+        return feed_forward(*operands)
+
+    monkeypatch.setattr(engine.decoder, "_feed_forward", short_of_memory)
+    lines = [rows[0][:30], rows[1][: 2 * WINDOW - 1], rows[2][:30]]
+    found = engine.feed(lines, alive=[True, False, True])[:, 0]
+    lines[1] = rows[1]
+    assert len(calls) > 6
+    assert engine.lengths[1] == 2 * WINDOW - 1
+    for r in (0, 2):
+        assert torch.equal(found[r], alone(model, lines[r]))
+    found = engine.feed(lines)[:, 0]
+    for r in range(3):
+        assert torch.equal(found[r], alone(model, lines[r]))
+
+
+@pytest.mark.parametrize("fed", [31, 60])
+def test_what_was_interrupted_between_two_layers_is_read_again(model, monkeypatch, fed):
+    """A check of few tokens, and a prompt."""
+    row, engine = ids(length=2 * WINDOW)[0], engine_over(model)
+    check(engine, [row[:30]], [row[30:35]])
+    engine.lengths = [30]
+    feed_forward, calls = engine.decoder._feed_forward, []
+
+    def interrupted(*operands):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return feed_forward(*operands)
+
+    monkeypatch.setattr(engine.decoder, "_feed_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.feed([row[:fed]])
+    for end in (fed, fed + 1):
+        assert torch.equal(engine.feed([row[:end]])[0, 0], alone(model, row[:end]))
+
+
+def test_what_a_follower_reads_is_read_again_by_its_leader(model):
+    other = random_model("qwen3.5", torch.float32)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(1.5)
+    rows, leader = ids(2), engine_over(model, 2)
+    follower = engine_over(other, 2, follow=leader)
+    leader.feed([rows[0][:20], rows[1][:9]])
+    leader.lengths = [19, 8]
+    longer = [rows[0][:26], rows[1][:9]]
+    draft(follower, longer, 5)
+    found = leader.feed(longer)[:, 0]
+    assert torch.equal(found, torch.stack([alone(model, row) for row in longer]))
+
+
+def test_states_of_another_window_are_other_addresses(model):
+    sizes = CudaDecoder(model).sizes.delta
+    held, more = (DeltaStates.new(sizes, 1, 2, torch.float32, CPU, window) for window in (8, 16))
+    assert held.addresses != held._replace(inputs=held.inputs[:, :, :4]).addresses
+    assert held.part(0, 1).addresses != held.addresses != more.addresses
 
 
 def test_rows_are_moved_joined_and_forgotten(model):

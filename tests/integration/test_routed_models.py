@@ -19,7 +19,7 @@ from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
 from hf_mlspec.routing.blocks import blocks_of
-from hf_mlspec.routing.compiled_engine import ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
+from hf_mlspec.routing.compiled_engine import _KEPT, ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
@@ -173,6 +173,20 @@ def test_rows_of_the_decoder_choose_what_modules_choose(model):
         again = compiled.feed([rows[2] + [5], rows[0] + [7], rows[1]])
     assert compiled.chosen == [modules.chosen[place] for place in (2, 0, 1)]
     torch.testing.assert_close(again[2], found[1])
+
+
+def test_choices_of_rows_that_left_are_let_go_with_the_graphs_that_hold_their_places(model):
+    engine = RoutedCudaEngine(model, built_decoder(model, "cuda"), router_of(model))
+    engine.start(2, torch.device("cpu"))
+    steps, blocks, seen = engine._steps, len(engine.blocks), set()
+    for number in range(3 * _KEPT):
+        engine.chosen = [[2 + number % 6] * blocks, [2 + number // 6 % 6] * blocks]
+        engine.chosen[0][0] = 2 + number // 36
+        seen.add(engine._bits_of_rows().key)
+        assert engine._bits_of_rows() is engine._row_bits[engine._bits_of_rows().key]
+        assert len(engine._row_bits) <= _KEPT
+        assert (engine._steps is steps) == (len(seen) <= _KEPT)
+    assert len(seen) > 2 * _KEPT
 
 
 def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):

@@ -192,7 +192,7 @@ class CudaDecoder:
         """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
             added = layer.experts(normed, self._activation, bits)
-            return added if layer.mlp_out is None else added.summed()
+            return added if layer.mlp_out is None and not self.sizes.parallel else added.summed()
         return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
     def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:

@@ -115,10 +115,13 @@ class CudaEngine(CudaRows):
     def _prefill(self, lines: Rows) -> None:
         """Bring the cache of every row to these tokens; of rows that are not alive there are none."""
         view = self.bits, self.draft_window, self._owner.states
-        self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
-        if self.states is not None:
-            read = [len(line) - have for line, have in zip(lines, self.lengths, strict=True)]
-            self._settled([len(line) for line in lines], [max(n, 0) for n in read])
+        with self._settling():
+            self.forwards += prefill(self.decoder, self._kv(len(lines)), lines, self.lengths, *view)
+        read = [max(len(line) - have, 0) for line, have in zip(lines, self.lengths, strict=True)]
+        self._settled([len(line) for line in lines], read)
+        if self.follow is not None:  # whose states are those of a draft now
+            owner = self._owner
+            owner.settled = [None if n else have for n, have in zip(read, owner.settled, strict=True)]
 
     def _bits_of_rows(self) -> Bits | BlockBits:
         """What a step of all rows reads."""
@@ -139,7 +142,8 @@ class CudaEngine(CudaRows):
             pick = (rows + wanted.clamp(max=width - 1)).flatten().to(self.device, non_blocking=True)
         operands = ids.contiguous(), int32(starts, self.decoder), int32(counts, self.decoder)
         view = {"bits": self._bits_of_rows(), "draft_window": self.draft_window, "states": states, "settles": settles}
-        logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
+        with self._settling():
+            logits = self._steps.forward(*operands, self._kv(batch), pick=pick, **view)
         if settles != KEEP:
             self._settled(starts, counts)
         self.forwards += 1
@@ -189,9 +193,10 @@ def prefill(
             steps += 1
             continue
         most //= 2  # what was written is written again, with the same bits
-        if states is not None:  # some layers' are of more tokens than others'
-            states.part(first, end).forget(range(end - first))
-            done[first:end] = [0] * (end - first)
+        if states is not None:  # some layers' are of more tokens than others', of rows that had some in this step
+            begun = [r for r, count in enumerate(counts, start=first) if count]
+            states.forget(begun)
+            done = [0 if r in begun else have for r, have in enumerate(done)]
         torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
     return steps
 

@@ -6,6 +6,9 @@ was taken back further is read again. A follower drafts in the states of the eng
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from ...ops.delta import AT_START, KEEP
@@ -96,7 +99,7 @@ class CudaRows(DecoderRows):
         if owner.states is None:
             return None, KEEP
         keeps = drafts or owner is not self
-        far = [start + count - (settled if keeps else start)
+        far = [start + count - ((settled or 0) if keeps else start)
                for start, count, settled in zip(starts, counts, owner.settled, strict=True) if count]  # fmt: skip
         wanted = max(far, default=0) + self.decoder.sizes.delta.taps
         if keeps and owner is self and wanted > owner.states.window:
@@ -104,6 +107,15 @@ class CudaRows(DecoderRows):
         if wanted > owner.states.window:
             owner.states = owner.states.grown(owner.states.rows, 1 << (2 * wanted - 1).bit_length())
         return owner.states, KEEP if keeps else AT_START
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """A call that moves states. Where it ends early, those of some layers may be of more tokens than others'."""
+        try:
+            yield
+        except BaseException:
+            self.settled = [None] * len(self.settled)
+            raise
 
     def _settled(self, starts: list[int], counts: list[int]) -> None:
         """The states of rows with tokens are now those behind so many."""

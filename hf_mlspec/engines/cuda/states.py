@@ -66,6 +66,12 @@ class DeltaStates(NamedTuple):
         """Bytes held."""
         return self.states.nbytes + self.inputs.nbytes + self.marks.nbytes
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """What a captured call holds of them."""
+        held = tuple(tensor.data_ptr() for tensor in (self.states, self.inputs, self.marks))
+        return *held, self.rows, self.window, self.behind
+
     def part(self, first: int, end: int) -> DeltaStates:
         """Those of rows first .. end, as views."""
         return DeltaStates(self.states[:, first:end], self.inputs[:, first:end], self.marks[first:end], self.behind)

@@ -86,7 +86,7 @@ class CudaSteps:
         if not self._captures or operands[0].numel() > _MOST_TOKENS or not self.decoder.captures(how["bits"]):
             return None
         addresses = kv.data_ptr(), kv.stride(), self.decoder.positions
-        addresses += () if how["states"] is None else tuple(tensor.data_ptr() for tensor in how["states"][:3])
+        addresses += () if how["states"] is None else how["states"].addresses
         if addresses != self._addresses:  # the cache, or the rotary tables, have moved
             for lost in list(self._steps):
                 self._let_go(lost)
