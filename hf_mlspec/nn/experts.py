@@ -173,7 +173,7 @@ class PackedExperts(PackedModule):
         return total.to(hidden_states.dtype)
 
     def _fits_plans(self, x: torch.Tensor) -> bool:
-        """Whether ops multiply all experts that tokens chose at once (ops/experts.py)."""
+        """Whether ops multiply all experts that tokens chose at once (ops/expert_plans.py)."""
         plain = x.dtype == torch.bfloat16 and self.switch.multiply == "fused" and not self.is_lent
         kept = any(self._buffers[f"{key}_dense"] is not None for key in self.names)
         fits = self.original.num_experts <= MOST_PLANNED and x.shape[-1] % 8 == 0

@@ -262,7 +262,7 @@ class PlaneLoader:
         does not fail, and for some passes nothing more is kept."""
         stays = False
         try:
-            stays = not self._rest and self.residency.keep(self.room, layer, fetch)
+            stays = not self._rest and self.residency.keep(self.room, layer, fetch, self._waiting)
         except (MemoryError, RuntimeError) as error:
             require_full(error, self.layers[0].linear, "to keep planes")
             self._rest = _REST

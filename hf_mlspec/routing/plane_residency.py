@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ..nn.plane_source import InGraph
 from .plane_counting import PlaneCounting
@@ -64,20 +64,21 @@ class Residency:
         layer.most = max(float(count), layer.most * _AGING)
         self.change(layer, last=self.top + count)
 
-    def keep(self, room: Room, layer: Layer, fetch: Fetch) -> bool:
-        """Keep what was fetched where it is read more than what is resident; whether it stays. RuntimeError or
-        MemoryError for want of memory."""
-        if self.graphs or not self._make_room(room, layer, fetch.count):
+    def keep(self, room: Room, layer: Layer, fetch: Fetch, awaited: Collection[int] = ()) -> bool:
+        """Keep what was fetched where it is read more than what is resident; whether it stays. awaited: places of
+        layers for which more is on its way, which is to stand behind what they keep: none of that may go. RuntimeError
+        or MemoryError for want of memory."""
+        if self.graphs or not self._make_room(room, layer, fetch.count, awaited):
             return False
         room.keep(fetch)
         self.change(layer, kept=fetch.first + fetch.count)
         return True
 
-    def _make_room(self, room: Room, layer: Layer, count: int) -> bool:
+    def _make_room(self, room: Room, layer: Layer, count: int, awaited: Collection[int]) -> bool:
         """Whether planes of a layer may stay; layers that are read clearly less have lost theirs for it."""
         missing = self.used + self.bytes_of(layer.place, count) - self.budget
         victims, freed = [], 0
-        for one, left in self._dearest_last(layer):
+        for one, left in self._dearest_last(layer, awaited):
             if freed >= missing:
                 break
             victims.append((one, left))
@@ -90,10 +91,11 @@ class Residency:
             self.change(one, kept=left)
         return True
 
-    def _dearest_last(self, layer: Layer) -> Iterator[tuple[Layer, int]]:
+    def _dearest_last(self, layer: Layer, awaited: Collection[int]) -> Iterator[tuple[Layer, int]]:
         """What may go for a layer's planes, and how many of each stay: all of layers that are read clearly less, of
         others those that nobody has read for some passes."""
-        others = sorted((own for own in self.layers if own.kept and own is not layer), key=lambda own: own.reads)
+        others = [own for own in self.layers if own.kept and own is not layer and own.place not in awaited]
+        others.sort(key=lambda own: own.reads)
         less = [own for own in others if own.reads * _CLEARLY + 1 <= layer.reads]
         yield from ((own, 0) for own in less)
         unread = ((own, math.ceil(own.most)) for own in others[len(less) :])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_mlspec import ops
 from hf_mlspec.formats import activations, int4, mxfp4
-from hf_mlspec.ops.experts import plan_of
+from hf_mlspec.ops.expert_plans import plan_of
 
 FORMATS = (
     Format("bf16"),

@@ -8,7 +8,7 @@ from expert_cases import FORMATS, ExpertCase, some_experts
 from linear_cases import DEVICE, poison
 
 from hf_mlspec import ops
-from hf_mlspec.ops.experts import most_items, plan_of, rows_of_item
+from hf_mlspec.ops.expert_plans import most_items, plan_of, rows_of_item
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 # Experts, chosen, hidden: lanes that are not full, one expert, all chosen, the shape of a large model, the most.

@@ -21,6 +21,8 @@ SCHEMAS = [
     "Tensor)",
     "cpu_isa() -> str",
     "cuda_linears(int device) -> str",
+    "delta_rows(Tensor qkvz, Tensor ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, Tensor starts, "
+    "Tensor counts, Tensor marks, Tensor(a!) states, Tensor(b!) inputs, int[] sizes, int settles, int behind) -> Tensor",
     "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit) "
     "-> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
@@ -77,6 +79,7 @@ SCHEMAS = [
     "Tensor, Tensor, Tensor, Tensor)",
     "route_rows(Tensor x, Tensor router, Tensor? bias, int num_experts, int chosen, int renormalize, Tensor? "
     "choice_bias, int groups, int chosen_groups, float scale) -> (Tensor, Tensor, Tensor)",
+    "sigmoid_gated(Tensor x, Tensor gates) -> Tensor",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     "weighted_norm_rows(Tensor rows, Tensor weights, Tensor? shared, Tensor residual, Tensor weight, float eps) -> "
     "(Tensor, Tensor)",

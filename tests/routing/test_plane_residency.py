@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def loader(made) -> PlaneLoader:
 
 
 def passes(loader: PlaneLoader, made, widths: list[int], count: int) -> None:
-    x = torch.arange(128.0).sin()[None, None]
+    x = torch.arange(float(loader.layers[0].linear.in_features)).sin()[None, None]
     for _ in range(count):
         for layer, own, width in zip(loader.layers, made.values(), widths, strict=True):
             assert layer.linear.at_rows(x, [width]).equal(own.at_rows(x, [width]))
@@ -94,3 +95,21 @@ def test_while_a_graph_holds_addresses_the_same_planes_stay(loader, made):
     del graph
     passes(loader, made, [4, 4, 8, 8], 12)
     assert [own.kept for own in loader.layers] == [0, 0, 4, 4]
+
+
+@pytest.mark.parametrize("seed", [24, 26, 35, 46])
+def test_planes_behind_which_others_are_awaited_stay(seed):
+    """Of pages of their own, so that what goes is gone."""
+    torch.manual_seed(3)
+    weights = [PlanesWeight.from_dense(torch.randn(256, 256), 8, 32) for _ in range(5)]
+    made = {f"layer{place}": PlanesLinear(weight) for place, weight in enumerate(weights)}
+    linears, drawn = copy.deepcopy(made), random.Random(seed)
+    sizes = [sizes_on(CPU, linear) for linear in linears.values()]
+    budget = sum(2 * own.plane + own.beside for own in sizes) + int((3 + 2 * drawn.random()) * 6 * sizes[0].plane)
+    loader = PlaneLoader(linears, CPU, budget, HostStore([(6, own.plane) for own in sizes], pin=False), top=2)
+    widths = [8] * len(linears)
+    for _ in range(40):
+        if drawn.random() < 0.3:
+            widths = [drawn.choice([2, 3, 4, 6, 8]) for _ in linears]
+        passes(loader, made, widths, 1)
+        assert all(loader.layers[place].kept == fetch.first for place, fetch in loader._waiting.items())

@@ -1,5 +1,5 @@
-// How do the kernels of experts meet torch on a GPU? What the ops take: hf_mlspec/ops/experts.py. Nothing is read back: which experts a
-// token goes to is trusted, route_rows wrote it.
+// How do the kernels of experts meet torch on a GPU? What the ops take: hf_mlspec/ops/experts.py and expert_plans.py. Nothing is read
+// back: which experts a token goes to is trusted, route_rows wrote it.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
