@@ -32,7 +32,7 @@ class FinishedBlocks:
         if file.exists():
             _require_same(self.folder, _stored(file), identity)
             return
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and (not self.folder.is_dir() or any(map(_is_other, self.folder.iterdir()))):
             raise ValueError(f"work folder {str(self.folder)!r} holds something else: name a new one")
         self.folder.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as aside:
@@ -68,6 +68,11 @@ class FinishedBlocks:
 
     def _file(self, index: int) -> Path:
         return self.folder / f"block_{index:04d}.safetensors"
+
+
+def _is_other(file: Path) -> bool:
+    """Whether a file is not what a run leaves that was killed before the identity had its name."""
+    return not file.name.startswith(f"{_IDENTITY}.")
 
 
 def _stored(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("gguf", reason="seeds of the readers are written with it")
 
+from hf_mlspec.checkpoints.whole_file import written_whole
 from hf_mlspec.evaluation.journal import Journal
 from hf_mlspec.evaluation.line_file import LineFile
 from tests.faults.shim import WORDS, Faults, failing
@@ -63,6 +64,32 @@ def test_every_operation_fails_once(writer, torn, before, tmp_path):
         assert not [name for name in files(folder) if ".tmp" in name or ".saving-" in name or "/." in name]
         at += 1
     assert operations >= 2  # or the shim sees nothing
+
+
+@pytest.mark.parametrize("left", ["calibration.json.0123456789abcdef", "another file"])
+def test_a_calibration_that_was_killed_at_its_beginning_begins_again(left, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / left).write_text("{")
+    if left == "another file":
+        with pytest.raises(ValueError, match="holds something else"):
+            WRITERS["finished blocks"].write(tmp_path, FIRST)
+    else:
+        WRITERS["finished blocks"].write(tmp_path, FIRST)
+        assert WRITERS["finished blocks"].read(tmp_path) == FIRST
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o664, None], ids=str)
+def test_a_file_keeps_its_permissions(mode, tmp_path):
+    """A new one has those of any new file."""
+    path, usual = tmp_path / "file", tmp_path / "usual"
+    usual.touch()
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
+    with written_whole(path) as beside:
+        beside.write_text("new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", mode or usual.stat().st_mode & 0o777)
+    assert files(tmp_path) == {"file", "usual"}
 
 
 def test_a_journal_goes_on_behind_a_line_that_failed(tmp_path):

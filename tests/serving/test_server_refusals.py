@@ -19,6 +19,7 @@ BAD_FIELDS = {
     "more than the limit": ({"max_tokens": 201}, "max_tokens"),
     "a text of tokens": ({"max_tokens": "12"}, "max_tokens"),
     "negative temperature": ({"temperature": -0.1}, "temperature"),
+    "next to no temperature": ({"temperature": 1e-300}, "temperature"),
     "hot": ({"temperature": 2.1}, "temperature"),
     "no probability": ({"top_p": 0}, "top_p"),
     "two probabilities": ({"top_p": 1.5}, "top_p"),

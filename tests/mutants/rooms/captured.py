@@ -150,9 +150,9 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a row keeps slots that its predecessor had otherwise", CAPTURED,
-        "kept = [min(max(same - 1, 0), len(row) - 1)",
-        "kept = [min(same + 1, len(row) - 1)",
+        "a row keeps slots that its predecessor had otherwise", READING,
+        "return [min(max(same - 1, 0), len(row) - 1)",
+        "return [min(same + 1, len(row) - 1)",
         (
             "speculation/test_captured_rounds.py::test_rows_leave_and_join_until_the_places_shrink_and_grow_again",
             "speculation/test_captured_rounds.py::test_rows_come_and_go",
