@@ -30,7 +30,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError; thousands of brackets
         raise PlanError(f"{path} is no TOML: {error}") from error
 
 

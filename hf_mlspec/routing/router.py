@@ -155,7 +155,7 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
     told = _said(path, told[KIND])
     if told.get("version") != VERSION:
         raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {VERSION}: upgrade")
-    missing = [name for name, kind in _TOLD.items() if not isinstance(told.get(name), kind)]
+    missing = [name for name, kind in _TOLD.items() if name not in told or not isinstance(told[name], kind)]
     if missing:
         raise ValueError(f"{path}: its header says no {', '.join(missing)}: the router is damaged; train it again")
     if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] < math.inf:

@@ -15,7 +15,7 @@ import hf_mlspec
 from hf_mlspec.engines.cuda.steps import CudaSteps
 from hf_mlspec.integration import call as decoding
 from hf_mlspec.nn.state import state_of
-from hf_mlspec.ops.delta import AT_START
+from hf_mlspec.ops.delta import KEEP
 from hf_mlspec.precision import OWN_BITS
 from hf_mlspec.speculation.rounds.chain import CapturedChain
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
@@ -296,7 +296,7 @@ def test_steps_that_come_again_are_captured(monkeypatch, target, draft):
     monkeypatch.setattr(CudaSteps, "_capture", counted)
     inputs, slow = asked([9, 4]), {**OPTIONS, "repetition_penalty": 1.3, "max_new_tokens": 300}
     alone = target.generate(**inputs, **slow, assistant_models=[])
-    assert captures == [(2, 1, None, OWN_BITS, 0, AT_START)]
+    assert captures == [(2, 1, None, OWN_BITS, 0, KEEP)]
     assert torch.equal(target.generate(**inputs, **slow, assistant_models=["mxfp4", draft]), alone)
     assert len(captures) > 2
     monkeypatch.setattr("hf_mlspec.engines.cuda.steps._AFTER", 10**6)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="requests are read by the server; pip install 'hf-mlspec[serve]'")
 pytest.importorskip("gguf", reason="tests of files write with it")
 
+from eval.plans.tables import PlanError, read_toml
 from hf_mlspec.batch.lines import BadLine, read_line
 from hf_mlspec.calibration.finished import FinishedBlocks
 from hf_mlspec.checkpoints.pickles import read_pickle
@@ -91,6 +92,12 @@ def test_a_trace_of_a_hundred_thousand_brackets(tmp_path):
         read_trace(tmp_path / "trace.json")
 
 
+def test_a_plan_of_a_hundred_thousand_brackets(tmp_path):
+    (tmp_path / "plan.toml").write_bytes(b"a = " + b"[" * 100_000)
+    with pytest.raises(PlanError, match="is no TOML"):
+        read_toml(tmp_path / "plan.toml")
+
+
 def test_costs_beyond_floats():
     with pytest.raises(ValueError, match="no costs"):
         PassCosts.from_dict(seeds.costs() | {"attention": 10**400})
@@ -134,7 +141,7 @@ def router_saying(tmp_path, **said):
 
 @pytest.mark.parametrize("said", [
     {"text": "{"}, {"text": "3"}, {"text": DEEP.decode()}, {"widths": None}, {"model": 3}, {"hidden": 2**40},
-    {"hidden": 0}, {"temperature": -1.0},
+    {"hidden": 0}, {"temperature": -1.0}, {"average": None},
 ])  # fmt: skip
 def test_a_router_whose_header_says_nonsense(tmp_path, said):
     """2**40 units would be asked for memory before a tensor is read."""
