@@ -48,12 +48,8 @@ def run_info(args: argparse.Namespace) -> int:
              "kernels_problem": problem,
              "cuda_problem": ops.why_no_cuda_kernels(),
              "formats": {record.written: _precisions(record) for record in FORMATS.values()},
-<<<<<<< HEAD
              "routers": {"widths": list(WIDTHS), "of": "bit-planes, a width per block and prompt; compiled on GPUs, "
                                                       "module by module on CPUs"},
-=======
-             "routers": {"widths": list(WIDTHS), "of": "bit-planes, a width per block and prompt; compiled on GPUs"},
->>>>>>> rev3
              "streamed_planes": {"to": ["cpu (from a file)", "cuda (from pinned host memory, or a file)"],
                                  "top_planes": TOP_PLANES, "fetched_ahead": SLOTS},
              "methods": {word: ", ".join(formats_of(word)) for word in WORDS},
