@@ -307,8 +307,6 @@ def require_served(found: Outline) -> None:
             raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
-
-
 def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
     """Every layer, and its number among those that keep what it keeps: keys and values, or a state."""
     seen = [0, 0]
