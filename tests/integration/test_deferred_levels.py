@@ -28,8 +28,8 @@ def target():
 
 
 @pytest.fixture
-def built(monkeypatch, cache):
-    """Costs are given, and nothing is known of a chain from another test. -> per call of Wiring the levels that it built."""
+def built(monkeypatch):
+    """Costs are given. -> per call of Wiring the levels that it built."""
     monkeypatch.setattr(adaptive, "costs_of", lambda own, levels, **_: [CHEAP] * (1 + len(levels)))
     names, below = [], Wiring._below
 

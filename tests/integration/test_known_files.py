@@ -32,6 +32,7 @@ def built(monkeypatch, tmp_path):
     monkeypatch.setenv("MLSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(learned, "_open", {})
     monkeypatch.setattr(known, "file_of", known_file.file_of)
+    monkeypatch.setattr(known, "any_known", known_file.any_known)
     names, below = [], Wiring._below
 
     def watched(self, leader, levels, engines):
