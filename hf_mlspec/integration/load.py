@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .dtype import dtype_named
-from .levels.words import is_head_folder
+from .levels.words import require_no_head
 from .quantizer.checkpoint import require_own_shards, stored_dtype
 from .quantizer.gguf_loading import load_gguf
 from .quantizer.gpt_oss_loading import is_original_folder, load_original
@@ -34,8 +34,7 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
         options.pop("gguf_file", None)
         return _ready(load_gguf(file, dtype=dtype, **options))
     require_no_research(path)
-    if is_head_folder(path):
-        raise ValueError(f"{path!r} holds a trained head, which is no model: give it as a level of its target")
+    require_no_head(path)
     if is_original_folder(path):
         return _ready(load_original(path, dtype=dtype, **options))
     reading = loading_options(path, options)

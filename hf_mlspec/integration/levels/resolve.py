@@ -224,17 +224,16 @@ def _from_word(
         model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind](target, word.number))
         return Level(text, model=model, shape_of_target=True)
     place = next(target.parameters())
-
-    cast = _cast_options(word, config) if word.cast else None
+    cast, is_head = _cast_options(word, config) if word.cast else None, is_head_folder(word.path)
 
     def load() -> tuple[nn.Module, object | None]:
-        if is_head_folder(word.path):
+        if is_head:
             return load_head(target, word.path, cast), None
         return load_level(target, word.path, cast)
 
     def made_for() -> tuple:
         """What a loaded level depends on: a head also on the tables that it shares."""
-        return place.device, target.dtype, *(_tables(target) if is_head_folder(word.path) else ())
+        return place.device, target.dtype, *(_tables(target) if is_head else ())
 
     model, tokenizer = _keep(state, key if word.cast else (text,), made_for, load)
     name = Path(word.path).name or text

@@ -98,6 +98,12 @@ def is_head_folder(path: str) -> bool:
     return "speculators_model_type" in said or any(_HEAD_CLASS in str(name) for name in names)
 
 
+def require_no_head(path: str) -> None:
+    """ValueError for a folder or hub name that holds a head where a model is asked for."""
+    if is_head_folder(path):
+        raise ValueError(f"{path!r} holds a trained head, which is no model: give it as a level of its target")
+
+
 def _config_file(path: str) -> Path | None:
     """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once."""
     file = Path(path) / "config.json"

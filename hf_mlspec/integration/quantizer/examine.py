@@ -29,7 +29,7 @@ from ...nn.transforms import NONE, ORDER
 from ...nn.zipper import ZipperLinear
 from ...precision import Precision
 from ..levels.load import require_folder
-from ..levels.words import is_head_folder
+from ..levels.words import require_no_head
 from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
 from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
@@ -99,8 +99,7 @@ def examine(folder: str) -> Examined:
     require_folder(folder)
     if not Path(folder).is_dir() and not is_gguf(folder):
         raise ValueError(f"{folder!r} is no folder: give that of a checkpoint, or a GGUF file")
-    if is_head_folder(folder):
-        raise ValueError(f"{folder!r} holds a trained head, which is no model: give it as a level of its target")
+    require_no_head(folder)
     research = research_of(folder)
     if research is not None:
         return _research(folder, research)
