@@ -308,3 +308,14 @@ def capped(logits: torch.Tensor, decoder: CudaDecoder) -> torch.Tensor:
     """Float64 logits as a model returns them: with the soft cap that choosing applies."""
     cap = decoder.logit_softcap
     return torch.tanh(logits.double() / cap) * cap if cap else logits.double()
+
+
+def ragged_rows_agree(lanes: Lanes, ids: list[list[int]], together: torch.Tensor, one: int, other: int) -> None:
+    """Three rows in three calls of different counts, a row without tokens in each of the first two, and padding: the
+    bits of all tokens at once. one, other: tokens of the first row in the first call, of the last in the second."""
+    lanes.feed([ids[0][:one], ids[1][:5], []])
+    first = lanes.feed([ids[0][one : one + 4], [], ids[2][:other]], padding=2)
+    second = lanes.feed([ids[0][one + 4 : one + 5], ids[1][5:7], ids[2][other : other + 3]])
+    assert torch.equal(torch.cat([first[0], second[0]]), together[0, one : one + 5])
+    assert torch.equal(second[1], together[1, 5:7])
+    assert torch.equal(torch.cat([first[2], second[2]]), together[2, : other + 3])

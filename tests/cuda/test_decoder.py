@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from decoder_cases import check_captured_step, random_ids
-from decoders import CONFIGS, Lanes, capped, packed_model, random_model
+from decoders import CONFIGS, Lanes, capped, packed_model, ragged_rows_agree, random_model
 
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.nn.switch import precision_switch
@@ -57,12 +57,7 @@ def test_bits_do_not_depend_on_the_grouping(name, options):
     assert torch.equal(torch.cat([piece[1] for piece in pieces]), together[1])
     assert torch.equal(lanes(decoder, 1, slots=512).feed(ids[2:3], padding=7)[0], together[2])
     ragged = lanes(decoder, 3, rows=5)
-    ragged.feed([ids[0][:140], ids[1][:5], []])
-    first = ragged.feed([ids[0][140:144], [], ids[2][:19]], padding=2)
-    second = ragged.feed([ids[0][144:145], ids[1][5:7], ids[2][19:22]])
-    assert torch.equal(torch.cat([first[0], second[0]]), together[0, 140:145])
-    assert torch.equal(second[1], together[1, 5:7])
-    assert torch.equal(torch.cat([first[2], second[2]]), together[2, :22])
+    ragged_rows_agree(ragged, ids, together, 140, 19)
     assert (ragged.cache[:, :, 3:] == torch.tensor(1e4, dtype=torch.bfloat16)).all()
 
 

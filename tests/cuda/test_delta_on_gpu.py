@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoder_cases import check_captured_chain, random_ids
-from decoders import HYBRIDS, Lanes, random_model
+from decoders import HYBRIDS, Lanes, ragged_rows_agree, random_model
 from delta_cases import CALLS, LENGTH, Rows, numbers
 
 import hf_mlspec
@@ -76,12 +76,7 @@ def test_bits_do_not_depend_on_the_grouping(name):
     pieces = [crowd.feed([row[first : first + 9] for row in ids], padding=first % 2) for first in range(0, TOKENS, 9)]
     assert torch.equal(torch.cat([piece[1] for piece in pieces]), together[1])
     ragged = Lanes(decoder, 3, slots=256)
-    ragged.feed([ids[0][:140], ids[1][:5], []])
-    first = ragged.feed([ids[0][140:144], [], ids[2][:19]], padding=2)
-    second = ragged.feed([ids[0][144:145], ids[1][5:7], ids[2][19:22]])
-    assert torch.equal(torch.cat([first[0], second[0]]), together[0, 140:145])
-    assert torch.equal(second[1], together[1, 5:7])
-    assert torch.equal(torch.cat([first[2], second[2]]), together[2, :22])
+    ragged_rows_agree(ragged, ids, together, 140, 19)
 
 
 def engine_over(model, decoder: CudaDecoder, rows: int, follow: CudaEngine | None = None) -> CudaEngine:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from decoders import CONFIGS, Lanes, capped, packed_model, random_model
+from decoders import CONFIGS, Lanes, capped, packed_model, ragged_rows_agree, random_model
 from torch import nn
 from warned import forget_warnings
 
@@ -81,12 +81,7 @@ def test_bits_do_not_depend_on_the_grouping(name, dtype):
     assert torch.equal(torch.cat(steps, dim=1), together)
     assert torch.equal(Lanes(decoder, 1, slots=200).feed(ids[1:2], padding=5)[0], together[1])
     ragged = Lanes(decoder, 3, rows=5)
-    ragged.feed([ids[0][:30], ids[1][:5], []])
-    first = ragged.feed([ids[0][30:34], [], ids[2][:9]], padding=2)
-    second = ragged.feed([ids[0][34:35], ids[1][5:7], ids[2][9:12]])
-    assert torch.equal(torch.cat([first[0], second[0]]), together[0, 30:35])
-    assert torch.equal(second[1], together[1, 5:7])
-    assert torch.equal(torch.cat([first[2], second[2]]), together[2, :12])
+    ragged_rows_agree(ragged, ids, together, 30, 9)
     assert (ragged.cache[:, :, 3:] == 1e4).all()  # rows that are not of the call
 
 

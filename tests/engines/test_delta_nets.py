@@ -8,6 +8,7 @@ import pytest
 import torch
 from decoders import HYBRIDS, PACKED_SHAPE, packed_model, random_model
 from models import packed
+from rows_with_states import LENGTH, ids, logits_behind, read_again
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import UnknownArchitecture
@@ -21,12 +22,7 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
 
-LENGTH = 48
 CPU = torch.device("cpu")
-
-
-def ids(rows: int = 1, length: int = LENGTH, seed: int = 3) -> list[list[int]]:
-    return torch.randint(1, 199, (rows, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def engine_over(model, rows: int = 1, follow: CpuEngine | None = None, decoder: CpuDecoder | None = None) -> CpuEngine:
@@ -36,8 +32,7 @@ def engine_over(model, rows: int = 1, follow: CpuEngine | None = None, decoder: 
 
 
 def alone(model, row: list[int]) -> torch.Tensor:
-    """Logits behind a row in an engine that knows nothing else."""
-    return engine_over(model).feed([row])[0, 0]
+    return logits_behind(model, engine_over, row)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +84,7 @@ def test_many_single_tokens_then_a_step_back(model):
 
 @pytest.mark.parametrize("back", [30, 3, 0])
 def test_a_row_without_its_state_is_read_again(model, back):
-    row, engine = ids()[0], engine_over(model)
-    for end in range(1, 41):
-        engine.feed([row[:end]])
-    engine.lengths = [back]
-    changed = row[:back] + ids(seed=9)[0][:8]
-    assert torch.equal(engine.feed([changed])[0, 0], alone(model, changed))
+    read_again(model, engine_over, back)
 
 
 def test_a_row_that_begins_anew_knows_its_first_inputs(model):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from decoders import HYBRIDS, PACKED_SHAPE, Lanes, random_model
 from models import prompts
+from rows_with_states import LENGTH, ids, logits_behind, read_again
 
 import hf_mlspec
 from hf_mlspec.engines.cuda import engine as cuda_engine
@@ -14,12 +15,7 @@ from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.cuda.states import WINDOW, DeltaStates
 from hf_mlspec.engines.engine import Guess
 
-LENGTH = 48
 CPU = torch.device("cpu")
-
-
-def ids(rows: int = 1, length: int = LENGTH, seed: int = 3) -> list[list[int]]:
-    return torch.randint(1, 199, (rows, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def engine_over(model, rows: int = 1, follow: CudaEngine | None = None) -> CudaEngine:
@@ -29,8 +25,7 @@ def engine_over(model, rows: int = 1, follow: CudaEngine | None = None) -> CudaE
 
 
 def alone(model, row: list[int]) -> torch.Tensor:
-    """Logits behind a row in an engine that knows nothing else."""
-    return engine_over(model).feed([row])[0, 0]
+    return logits_behind(model, engine_over, row)
 
 
 def check(engine: CudaEngine, rows: list[list[int]], guesses: list[list[int]]) -> torch.Tensor:
@@ -89,12 +84,7 @@ def test_nothing_accepted_for_many_rounds(model):
 
 @pytest.mark.parametrize("back", [30, 3, 0])
 def test_a_row_without_its_state_is_read_again(model, back):
-    row, engine = ids()[0], engine_over(model)
-    for end in range(1, 41):
-        engine.feed([row[:end]])
-    engine.lengths = [back]
-    changed = row[:back] + ids(seed=9)[0][:8]
-    assert torch.equal(engine.feed([changed])[0, 0], alone(model, changed))
+    read_again(model, engine_over, back)
 
 
 @pytest.mark.parametrize("count", [WINDOW // 2, 3 * WINDOW])

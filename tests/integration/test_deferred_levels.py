@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from built_levels import levels_built
 from models import near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.integration import adaptive
-from hf_mlspec.integration.levels.wiring import Wiring
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
@@ -31,14 +31,7 @@ def target():
 def built(monkeypatch):
     """Costs are given. -> per call of Wiring the levels that it built."""
     monkeypatch.setattr(adaptive, "costs_of", lambda own, levels, **_: [CHEAP] * (1 + len(levels)))
-    names, below = [], Wiring._below
-
-    def watched(self, leader, levels, engines):
-        names.append([level.name for level in levels])
-        return below(self, leader, levels, engines)
-
-    monkeypatch.setattr(Wiring, "_below", watched)
-    return names
+    return levels_built(monkeypatch)
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_levels import levels_built
 from models import near, prompts
 from transformers import AutoModelForCausalLM
 
 from hf_mlspec import NewTokens, generate_stream
 from hf_mlspec.integration import known
 from hf_mlspec.integration.costs import known_file, learned, probe
-from hf_mlspec.integration.levels.wiring import Wiring
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
@@ -33,14 +33,7 @@ def built(monkeypatch, tmp_path):
     monkeypatch.setattr(learned, "_open", {})
     monkeypatch.setattr(known, "file_of", known_file.file_of)
     monkeypatch.setattr(known, "any_known", known_file.any_known)
-    names, below = [], Wiring._below
-
-    def watched(self, leader, levels, engines):
-        names.append([level.name for level in levels])
-        return below(self, leader, levels, engines)
-
-    monkeypatch.setattr(Wiring, "_below", watched)
-    return names
+    return levels_built(monkeypatch)
 
 
 @pytest.fixture
