@@ -83,17 +83,27 @@ def _free_bytes(device: torch.device) -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def require_disk(model: nn.Module, folder: str | os.PathLike) -> None:
+def require_disk(model: nn.Module, folder: str | os.PathLike, saved: bool = False, unties: bool = False) -> None:
     """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 8 bits a
-    weight of a linear and as they are otherwise."""
-    needed = 0
-    for _, block in blocks_of(model):
-        dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
-        for tensor in block.parameters():
-            needed += tensor.numel() if id(tensor) in dense else tensor.nbytes
+    weight of a linear and as they are otherwise. Those that are there already need no more. saved: the model is saved
+    beside them; unties: with a head of its own."""
+    blocks = _bytes_of_blocks(model)
+    needed = max(0, blocks - sum(file.stat().st_size for file in Path(folder).glob("block_*")))
+    if saved:
+        inside = {id(tensor) for _, block in blocks_of(model) for tensor in block.parameters()}
+        needed += blocks + sum(tensor.nbytes for tensor in model.parameters() if id(tensor) not in inside)
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        needed += head.weight.nbytes if unties and head.weight is embedding.weight else 0
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise OSError(
-            errno.ENOSPC, f"finished blocks need {needed} bytes, {free} are free: use another disk", str(folder)
-        )
+        what = "finished blocks and the model" if saved else "finished blocks"
+        raise OSError(errno.ENOSPC, f"{what} need {needed} bytes, {free} are free: use another disk", str(folder))
+
+
+def _bytes_of_blocks(model: nn.Module) -> int:
+    found = 0
+    for _, block in blocks_of(model):
+        dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
+        found += sum(own.numel() if id(own) in dense else own.nbytes for own in block.parameters())
+    return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from refused_command import refusal
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_mlspec.calibration import needed
 from hf_mlspec.calibration.pipeline import LayerReport
 from hf_mlspec.cli import main, picture
 from hf_mlspec.cli.calibrate import WORST
@@ -131,6 +133,25 @@ def test_a_clip_is_searched(capsys, saved_model, text, tmp_path):
     found = config.calibration["clip_search"]
     assert config.activation_clip == float(min(found, key=found.get))
     assert config.kv_cache == "int4"
+
+
+@pytest.mark.parametrize(("method", "head"), [("gptq", 0), ("quarot", 258 * 96 * 4)])
+def test_a_disk_too_small_for_the_model_is_said_before_the_first_block(
+    capsys, saved_model, text, tmp_path, monkeypatch, method, head
+):
+    tied = tmp_path / "tied"
+    model = AutoModelForCausalLM.from_pretrained(saved_model)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tied)
+    AutoTokenizer.from_pretrained(saved_model).save_pretrained(tied)
+    blocks = 2 * (2 * 96 * 96 + 2 * 48 * 96 + 3 * 96 * 192 + 2 * 96 * 4)
+    whole = 2 * blocks + 258 * 96 * 4 + 96 * 4 + head
+    monkeypatch.setattr(needed.shutil, "disk_usage", lambda place: SimpleNamespace(free=whole - 1))
+    words = [*command(tied, text, tmp_path, *SIZES), "--method", method]
+    line = refusal(capsys, *words)
+    assert f"finished blocks and the model need {whole} bytes, {whole - 1} are free: use another disk" in line
+    assert not (tmp_path / "out.blocks").exists()
 
 
 def test_a_run_that_failed_before_its_first_block_does_not_stand_in_the_way(capsys, saved_model, text, tmp_path):

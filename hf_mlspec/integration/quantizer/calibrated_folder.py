@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...calibration.methods import method_for
+from ...calibration.needed import require_disk
 from ...precision import Precision
 from ..levels.load import read_model, read_tokenizer, require_folder
 from ..levels.resolve import clear
@@ -50,7 +51,7 @@ def calibrate_folder(
     evaluate: a text file; perplexity of its first ``evaluate_tokens`` tokens, in windows that do not overlap, before
     and at every precision of the packed model. options: of `quantize`. Raises as `quantize_folder` and `quantize`.
     """
-    method_for(method, config.format)
+    chosen = method_for(method, config.format)
     require_folder(source)
     require_free(source, target, overwrite)
     require_wide(source)
@@ -58,10 +59,11 @@ def calibrate_folder(
     ids = None if evaluate is None else token_stream(evaluate, tokenizer, evaluate_tokens)
     begin = time.perf_counter()
     model = read_model(source, dtype).eval()
+    folder = Path(f"{target.rstrip('/')}.blocks")
+    require_disk(model, folder, saved=True, unties=chosen.rotates)
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     keep_in_cache(model, config)
-    folder = Path(f"{target.rstrip('/')}.blocks")
     names = "activation_bits", "skip_modules", "activation_clip"
     given = {name: getattr(config, name) for name in names} | config.format_settings | options
     found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
