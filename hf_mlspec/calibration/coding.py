@@ -18,7 +18,8 @@ from ..formats.int4_int8 import GROUP, OUTLIERS, Int4Int8Weight, quantize_outlie
 from ..formats.packing import LARGEST_CODE, pack_nibbles
 from .grid import clipped_scales, encode, search
 
-# Of the mean diagonal. At .01, GPTQ's own, some thousands of tokens of code cost prose more than rounding to nearest.
+# Of the mean diagonal: measured (docs/benchmarks/calibration.md). At .01, GPTQ's own, some thousands of tokens of code
+# cost prose more than rounding to nearest.
 DAMPING = 0.1
 CLIP = 0.85  # of a group's largest weight: Atom's, for codes that are rounded to nearest
 _ELEMENTS = 1 << 19  # of a weight in flight: 2 MiB each of a few temporaries
