@@ -36,7 +36,8 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             }
             for bits in (8, 4) if how.low_is_int4 else ():
                 own = {"how": how, "activation_bits": bits}
-                calls[f"low_a{bits}_us"] = [partial(ops.zipper_low_linear, x, *tiles[:2], size, **own) for tiles in held]
+                multiply = ops.zipper_low_linear
+                calls[f"low_a{bits}_us"] = [partial(multiply, x, *tiles[:2], size, **own) for tiles in held]
                 calls[f"both_a{bits}_us"] = [partial(ops.zipper_linear, x, tiles, size, **own) for tiles in held]
             times = {name: time_rotating(each, device, CALLS).microseconds for name, each in calls.items()}
             mib = {"low_mib": low_bytes / 2**20, "high_mib": high_bytes / 2**20}
