@@ -42,11 +42,13 @@ void Decoder::add_high(Team& team, const Linear* const* parts, int count, const 
     team.share(pass.lanes, 1, [&](int64_t lane, int64_t end) {
       for (; lane < end; ++lane) {
         if (lane < pass.rows)
-          zipper_tables(x + (first + lane) * in, in, pass.lanes, lane, tables);
+          zipper_inputs(x + (first + lane) * in, in, pass.lanes, lane, tables);
         else
-          zipper_no_tables(in, pass.lanes, lane, tables);
+          zipper_no_inputs(in, pass.lanes, lane, tables);
       }
     });
+    team.share(in / MLSPEC_ZIPPER_GROUP, kGroupsAtOnce,
+               [&](int64_t begin, int64_t end) { zipper_tables(in, pass.lanes, begin, end, tables); });
     team.share(outputs, std::max<int64_t>(kTileOutputs, outputs / (8 * team.size())), [&](int64_t begin, int64_t end) {
       int64_t column = 0;
       for (int i = 0; i < count; column += parts[i++]->out_features) {

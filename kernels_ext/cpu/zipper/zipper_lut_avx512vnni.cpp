@@ -23,8 +23,11 @@ inline __m512i places(__m512i terms, __m512i groups) {
   return _mm512_add_epi32(_mm512_mullo_epi32(pattern, groups), _mm512_srli_epi32(terms, 12));
 }
 
+constexpr int kAhead = 512;  // terms: gathers fill the processor's window before it sees the next lines of them
+
 // Up to 16 terms from `from`; those that are not there are 0, and add the sum of no input, which is 0.
 inline __m512i terms_at(const int32_t* from, int32_t left) {
+  _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
   const __mmask16 there = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
   return _mm512_maskz_loadu_epi32(there, from);
 }
