@@ -206,7 +206,9 @@ def test_some_outputs_of_a_weight_have_its_order_of_sums(tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 17, 65, 300])
-@pytest.mark.parametrize(("out", "size", "group"), [(200, 192, 64), (136, 4096, 128), (4096, 2048, 128), (1000, 352, 32)])
+@pytest.mark.parametrize(
+    ("out", "size", "group"), [(200, 192, 64), (136, 4096, 128), (4096, 2048, 128), (1000, 352, 32)]
+)
 def test_planes_that_lie_apart_give_the_bits_of_the_whole_weight(out, size, group, tokens):
     case, top = make(8, out, size, group), 4
     tiles, scales = case.tiles
