@@ -11,6 +11,9 @@ from hf_mlspec.ops.operator import REFERENCES, Operands, schema_of
 SCHEMAS = [
     "bf16_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
+    "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
+    "out_features, Tensor? bias, int group_size, int zero_doubled, int num_planes, int total_planes, int "
+    "outputs_of_weight) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
     "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
