@@ -278,7 +278,7 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
         return
     if weight.format == ZIPPER:
         tiles = weight.weight, weight.scale, weight.high
-        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, weight.bits.weight)
+        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, *weight.bits)
         return
     if weight.outliers:
         decoder.set_outliers(name, *shape, weight.weight, weight.scale, weight.bias, weight.bits.activation or 16)

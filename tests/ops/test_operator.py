@@ -51,6 +51,8 @@ SCHEMAS = [
     "group_size) -> Tensor",
     "int4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? "
     "bias, int group_size, int activation_bits, float activation_clip) -> Tensor",
+    "int4_sums(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
+    "group_size, int activation_bits) -> Tensor",
     "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits, float activation_clip) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "

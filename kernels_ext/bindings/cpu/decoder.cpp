@@ -232,11 +232,11 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
-  // The same for a weight in a low part, planes, and a sparse high one.
+  // The same for a weight in a low part, planes or int4, and a sparse high one.
   void set_zipper(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
-                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits) {
+                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits, int64_t activation_bits) {
     mlspec::Linear linear = mlspec::zipper_linear(name, plane_tiles, scale_tiles, high, in, out, group);
-    linear.own = {bits, 16};
+    linear.own = {bits, activation_bits};
     mlspec::check_bits(linear, linear.own, name + ": ");
     hold(plane_tiles), hold(scale_tiles), hold(high);
     put(name, linear, bias);

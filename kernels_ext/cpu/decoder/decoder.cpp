@@ -66,6 +66,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   const auto measure = [&](const Linear& next, int64_t rows) {
     const mlspec_acts acts = acts_for(next, rows);
     bytes = std::max(bytes, mlspec_acts_bytes(&acts));
+    if (reads_wide(next)) w.wide_acts.reserve(rows * next.in_features);
     reserve_escaped(next, threads, rows);
   };
   for (const DecoderLayer& l : layers) l.each_linear([&](const Linear& next) { measure(next, n); });
@@ -108,10 +109,19 @@ void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const 
       if (!norm && together) std::memcpy(normed, hidden, shape.hidden * sizeof(float));
       if (together) continue;
       const mlspec_pack_args pack{in_order(*next, norm ? normed : hidden, own + shape.hidden), 0, &acts};
-      cpu_kernels().pack_rows(&pack, n, n + 1, 0, acts.in_features);
+      pack_piece(*next, pack, n, n + 1, 0, acts.in_features);
     }
   });
   if (next && together) pack_rows(team, w.normed.data(), shape.hidden, rows, *next);
+}
+
+// A piece of the acts of `next`, as `pack` has them; and of its inputs in bfloat16, where it reads these, too.
+void Decoder::pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const {
+  cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+  if (!reads_wide(next)) return;
+  const mlspec_acts wide = wide_acts(*pack.acts);
+  const mlspec_pack_args other{pack.x, pack.x_stride, &wide};
+  cpu_kernels().pack_rows(&other, row, row_end, k, k_end);
 }
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
@@ -123,7 +133,7 @@ void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows
       for (int64_t n = row; n < row_end; ++n) gather(x + n * stride, next.order + k, k_end - k, own + (n - row) * kChunk);
       pack = {own - row * kChunk - k, kChunk, &acts};
     }
-    cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(next, pack, row, row_end, k, k_end);
   });
 }
 
@@ -136,7 +146,7 @@ void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       kernels.hadamard(&next.hadamard, next.in_features, x + n * stride);
-      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, next.in_features);
+      if (!together) pack_piece(next, pack, n, n + 1, 0, next.in_features);
     }
   });
   if (together) pack_rows(team, x, stride, rows, next);
@@ -185,7 +195,7 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
       kernels.row.activate_mul(ordered[0], ordered[1], shape.activation, k_end - k, to);
     }
     const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
-    kernels.pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(down, pack, row, row_end, k, k_end);
   });
 }
 
@@ -303,7 +313,7 @@ void Decoder::score(Team& team, Pass& pass, const Pending& pending, int64_t firs
       norm_row(final_norm, hidden, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, i, i + 1, 0, acts.in_features);
+      pack_piece(head, pack, i, i + 1, 0, acts.in_features);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);
