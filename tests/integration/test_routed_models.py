@@ -18,6 +18,7 @@ from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
+from hf_mlspec.routing import compiled_engine
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import _KEPT, ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
@@ -173,6 +174,38 @@ def test_rows_of_the_decoder_choose_what_modules_choose(model):
         again = compiled.feed([rows[2] + [5], rows[0] + [7], rows[1]])
     assert compiled.chosen == [modules.chosen[place] for place in (2, 0, 1)]
     torch.testing.assert_close(again[2], found[1])
+
+
+def test_a_prompt_that_memory_is_short_for_is_read_part_by_part_to_the_same_choices(model, monkeypatch):
+    decoder = built_decoder(model, "cuda")
+    row, asked, forward = [3 + n % 50 for n in range(80)], [], decoder.forward
+    engine = RoutedCudaEngine(model, decoder, router_of(model))
+
+    def short_of_memory(*operands, at_once=0, **how):
+        asked.append(at_once)
+        if at_once > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*operands, at_once=at_once, **how)
+
+    monkeypatch.setattr(compiled_engine, "LEAST_CHUNK", 5)
+    with torch.inference_mode():
+        engine.start(1, torch.device("cpu"))
+        wanted, chosen = engine.feed([row]), engine.chosen
+        monkeypatch.setattr(decoder, "forward", short_of_memory)
+        engine.start(1, torch.device("cpu"))
+        engine._choose(0, row, 1)
+        assert asked == [compiled_engine.CHUNK, 40, 20]
+        assert engine.chosen == chosen
+        bits = engine._bits_of_rows()
+        assert forward(*operands_of(row), engine._kv(1), bits=bits, at_once=7)[-1].equal(wanted[0, 0])
+        monkeypatch.setattr(compiled_engine, "LEAST_CHUNK", 40)
+        engine.start(1, torch.device("cpu"))
+        with pytest.raises(torch.OutOfMemoryError):
+            engine._choose(0, row, 1)
+
+
+def operands_of(row: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(own, dtype=torch.int32) for own in ([row], [0], [len(row)])]
 
 
 def test_choices_of_rows_that_left_are_let_go_with_the_graphs_that_hold_their_places(model):
