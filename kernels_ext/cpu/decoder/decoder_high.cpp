@@ -7,7 +7,7 @@
 namespace mlspec {
 
 bool Decoder::adds_high(const Linear& linear) const {
-  return linear.format == WeightFormat::kZipper && linear.at(work_->bits).weight == kZipperWhole;
+  return linear.format == WeightFormat::kZipper && linear.at(asked(linear)).weight == kZipperWhole;
 }
 
 // For the widest linear that has a high part.
