@@ -99,6 +99,10 @@ struct Tap {
   int64_t slots = 0;
 };
 
+// Who picks how many planes a block reads of a pass; called by one thread, the caller's. inputs: float32 [tokens][hidden], what the
+// block's first linears are about to read. -1: none can be picked.
+using ChooseWidth = int64_t (*)(int64_t block, const float* inputs, int64_t tokens);
+
 // One pass of a decoder over at most Decoder::kMaxTokens tokens.
 struct Pass {
   Decoder* decoder = nullptr;
@@ -116,6 +120,8 @@ struct Pass {
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
   Bits bits;                      // of every linear with packed weights; 0: each one's own
+  std::vector<int64_t> widths;    // planes of every block, in place of bits there; none: bits
+  ChooseWidth choose = nullptr;   // picks them as the pass comes to a block; null: they are known
   int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
   Tap tap;
   bool want_confidence = false;
@@ -146,7 +152,7 @@ class Decoder {
   // for it do; for comparison).
   bool dequantize = false;
   PlaneReader planes;
-  bool planes_missing = false;  // in the last pass: what it computed is nothing
+  bool planes_missing = false;  // in the last pass, or no width could be picked: what it computed is nothing
   std::mutex busy;  // one call at a time: the workspace is the decoder's
 
   // Room for a pass; called by one thread before the team starts on it.
@@ -156,6 +162,8 @@ class Decoder {
 
  private:
   struct Workspace;
+  Bits asked(const Linear& linear) const;
+  void choose_width(Team& team, Pass& pass, int64_t block, int64_t rows);
   mlspec_acts acts_for(const Linear& next, int64_t rows) const;
   bool dequantizes(const Linear& linear) const;
   mlspec_linear_fn kernel_for(const Linear& linear) const;

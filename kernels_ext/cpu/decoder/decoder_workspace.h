@@ -75,6 +75,7 @@ struct Decoder::Workspace {
   Products up_products, down_products;
   int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0;
   Bits bits;                // of the running pass
+  const std::vector<int64_t>* widths = nullptr;  // likewise; null: it has none
 };
 
 }  // namespace mlspec
