@@ -177,7 +177,7 @@ class PackedExperts(PackedModule):
         plain = x.dtype == torch.bfloat16 and self.switch.multiply == "fused" and not self.is_lent
         kept = any(self._buffers[f"{key}_dense"] is not None for key in self.names)
         fits = self.original.num_experts <= MOST_PLANNED and x.shape[-1] % 8 == 0
-        return plain and fits and not kept and self.format in ("mxfp4", "int4")
+        return plain and fits and not kept and self.format in ("mxfp4", "int4", "nested")
 
     def _planned(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = chosen.int().contiguous()

@@ -10,7 +10,7 @@ from .castable import require_finite_float
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan
 from .nest_swap import ExpertSwap, Swap
-from .nested_experts import NestedExperts, too_many_escapes
+from .nested_experts import NestedExperts, rows_kept_whole, too_many_escapes
 from .switch import PrecisionSwitch
 
 
@@ -62,6 +62,7 @@ class _Projection:
         """Reads the weight and changes nothing."""
         own = not nested.original.transposed and can_nest_in_place(dense, 1, key)
         rows = nested.rows_of(dense, key)
+        self._rows, self._shape = rows if own else None, (nested.original.num_experts, *nested.original.sizes[key])
         self._in_place = NestingInPlace(rows, codebook, name) if own else None
         self._parts = None if own else NestedWeight.from_dense(rows, codebook, name).parts
 
@@ -72,7 +73,14 @@ class _Projection:
 
     def parts(self) -> tuple[Tensor | None, ...]:
         """As `NestedExperts.hold_rows_` takes them."""
-        return self._parts if self._in_place is None else self._in_place.tiles()
+        if self._in_place is None:
+            return self._parts
+        if not len(self.escapes):
+            return self._in_place.tiles()
+        chosen = rows_kept_whole(self.escapes, *self._shape)
+        index = chosen.unsqueeze(2).expand(-1, -1, self._shape[2])
+        exact = self._rows.view(self._shape).gather(1, index)  # a copy, before the rows give way to tiles
+        return self._in_place.tiles()._replace(escape_index=chosen, escape_value=exact)
 
     def restore(self) -> None:
         if self._in_place is not None:

@@ -40,6 +40,8 @@ class NestedExperts(PackedExperts):
     draft's, which reads nothing else.
     """
 
+    format = "nested"
+
     def __init__(
         self,
         module: nn.Module,
@@ -84,7 +86,8 @@ class NestedExperts(PackedExperts):
         return dense.reshape(-1, dense.shape[2])
 
     def hold_rows_(self, key: str, parts: Parts) -> None:
-        """Take over the parts of a nested weight of all rows ``[experts * out, in]``: on disk, or in whole tiles."""
+        """Take over the parts of a nested weight of all rows ``[experts * out, in]``: on disk, or in whole tiles with
+        the rows that each expert keeps whole."""
         flat, count = NestedParts(*parts), self.original.num_experts
         stacked = [part.view(count, -1, *part.shape[1:]) for part in flat[:3]]
         high = flat.high.view(count, -1, *flat.high.shape[1:]) if flat.high.ndim > 1 else flat.high.new_empty(count, 0)
@@ -92,14 +95,24 @@ class NestedExperts(PackedExperts):
         self._register_parts(key, NestedParts(*stacked, high, codebook, *flat[5:]))
 
     def validate(self, name: str = "experts") -> NestedExperts:
-        for key, (out, in_features) in self.original.sizes.items():
-            disk = self._on_disk(key)
-            for expert in range(self.original.num_experts):
-                own = NestedParts(*[part[expert] for part in disk[:5]])
-                NestedWeight(*own, name=f"{name}.{key} of expert {expert}").validate(out, in_features)
-            rows = self.original.num_experts * out
-            NestedWeight(*self._flat(disk), name=f"{name}.{key}").validate(rows, in_features)
+        for key in self.names:
+            self.validate_parts(key, self._on_disk(key), name)
         return self
+
+    def validate_parts(self, key: str, disk: NestedParts, name: str) -> None:
+        """Of projection ``key`` on disk: ValueError or TypeError naming what is damaged, and the expert."""
+        out, in_features = self._size(key)
+        for expert in range(self.original.num_experts):
+            own = NestedParts(*[part[expert] for part in disk[:5]])
+            NestedWeight(*own, name=f"{name}.{key} of expert {expert}").validate(out, in_features)
+        odd = (disk.codebook != disk.codebook[0]).any(dim=1)
+        if odd.any():
+            raise ValueError(
+                f"{name}.{key} of expert {int(odd.nonzero()[0])}: its codebook is not that of the first expert: the "
+                "checkpoint is damaged"
+            )
+        rows = self.original.num_experts * out
+        NestedWeight(*self._flat(disk), name=f"{name}.{key}").validate(rows, in_features)
 
     def dequantized(self, key: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Projection ``key`` as ``[experts, out, in]``: in bfloat16 and float32 exactly the weight it was made of."""
@@ -125,6 +138,13 @@ class NestedExperts(PackedExperts):
         if index is None:
             return 0
         return index.shape[1] if self.is_prepacked else _most_rows(index, self.original.num_experts, *self._size(key))
+
+    def _multiply_planned(self, key: str, x: Tensor, experts: Tensor, plan: Tensor) -> Tensor:
+        bias = self._parameters[f"{key}_bias"].detach().contiguous() if self.has_bias else None
+        tiles = NestedParts(*self.prepack_().parts(key))
+        held = tiles.packed, tiles.scale, tiles.low, tiles.codebook, bias, experts, plan, self._rows(key)
+        escapes = {"escape_rows": tiles.escape_index, "escape_weight": tiles.escape_value}
+        return ops.nested_expert_rows(x, *held, *self.switch.bits, **escapes)
 
     def _size(self, key: str) -> tuple[int, int]:
         return self.original.sizes[key]
@@ -161,16 +181,12 @@ class NestedExperts(PackedExperts):
         if disk.escape_index is None:
             return None, None
         count, (out, in_features) = self.original.num_experts, self._size(key)
-        escaped = torch.zeros(count * out, dtype=torch.int8, device=disk.low.device)
-        escaped[disk.escape_index // in_features] = 1
-        escaped = escaped.view(count, out)
-        most = int(escaped.sum(1).max())
-        chosen = escaped.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(dim=1).values
+        chosen = rows_kept_whole(disk.escape_index, count, out, in_features)
         rows = (torch.arange(count, device=chosen.device).unsqueeze(1) * out + chosen).flatten()
         exact = join(*[plane.flatten(0, 1)[rows] for plane in disk[:4]])
         place = torch.searchsorted(rows, disk.escape_index // in_features)
         exact[place, disk.escape_index % in_features] = disk.escape_value
-        return chosen, exact.view(count, most, in_features)
+        return chosen, exact.view(*chosen.shape, in_features)
 
     def _make_room(self, key: str, shape: tuple[int, ...] | None, device: torch.device) -> None:
         for part, dtype in zip(ESCAPES, (torch.int64, torch.bfloat16), strict=True):
@@ -204,6 +220,16 @@ def too_many_escapes(index: Tensor | None, experts: int, out: int, in_features: 
         f"{len(index)} values below 2^-30 of their block's largest, in {most} of {out} rows of one expert, at most "
         f"{MOST_WHOLE_ROWS:.0%} are nested"
     )
+
+
+def rows_kept_whole(index: Tensor, experts: int, out: int, in_features: int) -> Tensor:
+    """Rows of each expert ``[experts, k]``, ascending: those of escapes, and the first others of experts that have
+    fewer. index: of escapes, as on disk."""
+    escaped = torch.zeros(experts * out, dtype=torch.int8, device=index.device)
+    escaped[index // in_features] = 1
+    escaped = escaped.view(experts, out)
+    most = int(escaped.sum(1).max())
+    return escaped.sort(dim=1, descending=True, stable=True).indices[:, :most].sort(dim=1).values
 
 
 def _most_rows(index: Tensor, experts: int, out: int, in_features: int) -> int:
