@@ -1,4 +1,4 @@
-"""Are the experts of a mixture nested like its linears, undone after an error, saved, loaded, cast and drafted with?"""
+"""Are experts of a mixture nested like its linears, undone after an error, saved, loaded, cast, drafted with?"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_mlspec.nn import nest_in_place
 from hf_mlspec.nn.expert_modules import is_experts
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.nested_experts import NestedExperts
+from hf_mlspec.precision import Bits
 from tests.models import MIXTURES, prompts, tiny
 
 BF16 = torch.bfloat16
@@ -44,7 +45,8 @@ def experts_of(model: nn.Module, kind: type = NestedExperts) -> list:
 
 def with_escapes(model: nn.Module, *places: tuple[int, int]) -> nn.Module:
     """Values far below their block's largest, in these rows of these experts of the second layer."""
-    weight = model.model.layers[1].mlp.experts.down_proj
+    experts = model.model.layers[1].mlp.experts
+    weight = experts.down_proj.transpose(1, 2) if experts.is_transposed else experts.down_proj
     with torch.no_grad():
         for expert, row in places:
             weight[expert, row, 3] = FAR_BELOW
@@ -192,7 +194,7 @@ def test_an_expert_multiplies_as_a_nested_linear_does(kind):
     hf_mlspec.nest(model)
     experts, x = experts_of(model)[1], torch.randn(3, 32, dtype=BF16)
     for weight_bits, activation_bits in ((16, 16), (4, 16), (4, 8)):
-        with experts.switch.using(f"nested{weight_bits}a{activation_bits}" if weight_bits == 4 else "nested"):
+        with experts.switch.at(Bits(weight_bits, activation_bits)):
             for key in KEYS:
                 wide = torch.randn(3, experts.original.sizes[key][1], dtype=BF16) if key == "down_proj" else x
                 for expert in range(4):
