@@ -184,6 +184,18 @@ class DecoderObject : public torch::CustomClassHolder {
     hold(weight), hold_some(scale, zero), hold_some(bias, std::nullopt);
   }
 
+  // The same for nested weights: nested_expert_linears in decoder_experts.h; bits as of set_nested.
+  void set_nested_experts(const std::string& name, int64_t in, int64_t out, const Tensor& draft_tiles, const Tensor& exponent_tiles,
+                          const Tensor& low_tiles, const Tensor& codebook, const MaybeTensor& escape_rows,
+                          const MaybeTensor& escape_weight, const MaybeTensor& bias, int64_t weight_bits, int64_t activation_bits) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    (name == "up" ? experts.up : experts.down) = mlspec::nested_expert_linears("experts' " + name, experts.count, in, out, parts, codebook,
+                                                                               bias, {weight_bits, activation_bits});
+    hold(codebook), hold_parts(parts), hold_some(bias, std::nullopt);
+  }
+
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
   void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
@@ -534,6 +546,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_sigmoids", &DecoderObject::set_sigmoids)
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
+      .def("set_nested_experts", &DecoderObject::set_nested_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)

@@ -77,7 +77,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   reserve_dense(threads);
   reserve_tables();
   reserve_adapters(n);
-  reserve_experts(n);
+  reserve_experts(threads, n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);

@@ -181,6 +181,8 @@ class Decoder {
   bool has_escapes(const Linear& linear) const;
   void reserve_escaped(const Linear& linear, int threads, int64_t rows);
   mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
+  void reserve_escaped_acts(const Linear& linear, int threads, int64_t rows);
+  void multiply_escaped_visit(const Team& team, const Linear& linear, const mlspec_linear_args& args, int64_t begin, int64_t end);
   void multiply_escaped(const Team& team, const Linear& linear, const mlspec_linear_args& args, const mlspec_acts& dense_acts,
                         int64_t begin, int64_t end);
   void embed(Team& team, const Pass& pass);
@@ -206,7 +208,7 @@ class Decoder {
   void activate_whole(Team& team, int64_t rows, const Linear& down);
   void activate_piece(const float* gate, int64_t count, float* to) const;
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
-  void reserve_experts(int64_t n);
+  void reserve_experts(int threads, int64_t n);
   void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void route(Team& team, const Experts& experts, int64_t rows);
   void plan_visits(const Experts& experts, int64_t rows);
