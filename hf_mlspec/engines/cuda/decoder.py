@@ -173,7 +173,7 @@ class CudaDecoder:
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
-            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+            return layer.delta(normed, lanes, *kept, bits)
         return self._attend(layer, normed, kv[layer.index], lanes, bits)
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:

@@ -28,7 +28,7 @@ class DeltaLayer:
     orders: tuple[Tensor, Tensor] | None
     index: int
 
-    def __call__(self, normed: Tensor, lanes: tuple, states: DeltaStates, settles: int, eps: float, bits: Bits):
+    def __call__(self, normed: Tensor, lanes: tuple, states: DeltaStates, settles: int, bits: Bits):
         """What the net adds, normed ``[n, hidden]``; lanes: as of the decoder's attention."""
         batch, width, starts, counts, packing, _ = lanes
         parts = self.qkvz(normed, bits), self.ba(normed, bits)
@@ -40,7 +40,7 @@ class DeltaLayer:
         net, sizes = self.net, self.sizes
         numbers = [sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim]
         mixed = ops.delta_rows(
-            qkvz, ba, net.taps, net.rate, net.shift, net.norm, eps, starts, counts, states.marks,
+            qkvz, ba, net.taps, net.rate, net.shift, net.norm, net.eps, starts, counts, states.marks,
             states.states[self.index], states.inputs[self.index], numbers, settles, states.behind,
         ).view(batch * width, -1)  # fmt: skip
         return self.out(mixed if packing is None else mixed.index_select(0, packing.take), bits)
@@ -52,8 +52,8 @@ def delta_layer(block: Block, sizes: DeltaSizes, device: torch.device, index: in
     groups = [("delta_qkv", "delta_z"), ("delta_b", "delta_a")]
     linears = [joined([modules[name] for name in names if name in modules], ", ".join(names)) for names in groups]
     orders = tuple(order.to(device) for order in _orders(sizes)) if sizes.grouped else None
-    net = DeltaNet(*(part.to(device) for part in (block.delta.taps, block.delta.rate, block.delta.shift,
-                                                  block.delta.norm)))  # fmt: skip
+    parts = block.delta.taps, block.delta.rate, block.delta.shift, block.delta.norm
+    net = DeltaNet(*(part.to(device) for part in parts), block.delta.eps)
     return DeltaLayer(*linears, joined([modules["delta_out"]], "delta_out"), net, sizes, orders, index)
 
 
