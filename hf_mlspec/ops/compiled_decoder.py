@@ -106,9 +106,9 @@ class Experts:
 class DeltaSizes:
     """Sizes of gated delta nets, or of layers of Mamba-2, all of a decoder alike. taps: of the convolution. grouped:
     delta_qkv computes of every key head its query, key, values and gates, and delta_b of every one its b and a
-    (Qwen3-Next). additive: Mamba-2 (arXiv 2405.21060): a state takes values as they are, delta_qkv computes gates, then
-    values, keys (B) and queries (C), then a time step a head, and there is no delta_z, _b or _a. normed: elements of
-    what heads give that are normed together, None: those of a head."""
+    (Qwen3-Next). additive: Mamba-2 (arXiv 2405.21060): a state takes values as they are, delta_qkv computes gates,
+    values, keys (B), queries (C) and a time step a head, and there is no delta_z, _b or _a. normed: elements of what
+    heads give that are normed together, None: those of a head."""
 
     key_heads: int
     value_heads: int

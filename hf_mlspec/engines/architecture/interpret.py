@@ -55,6 +55,8 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         _block(entry, config, layer, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
+    if decoder == "cuda" and all(block.delta is not None for block in blocks):
+        raise UnknownArchitecture("none of its layers attends")
     sizes = _sizes(entry, model, blocks)
     sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
@@ -261,12 +263,15 @@ def _heads(
     entry: Description, config, layers: nn.ModuleList, blocks: list[Block]
 ) -> tuple[int, int, int, nn.Module | None]:
     """How many heads and key heads there are, how many elements each has, and the attention of the first layer that
-    has one. Where none attends, as in Mamba-2: the least that a decoder takes, which nobody reads."""
+    has one. Where none attends, as in Mamba-2 or the first layers of a hybrid: those of the whole model, or the least
+    that a decoder takes."""
     attending = next((index for index, block in enumerate(blocks) if block.delta is None), None)
     if attending is None:
-        if entry.mlp != "none":
-            raise UnknownArchitecture("none of its layers attends")
-        return 1, 1, 2, None
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None:
+            return 1, 1, 2, None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return heads, named(config, entry, "kv_heads"), head_dim, None
     attention, block = _part(layers[attending], entry.attention), blocks[attending]
     if "k" in block.modules:
         kv_heads = named(config, entry, "kv_heads")
