@@ -1,4 +1,4 @@
-"""Are states of gated delta nets and Mamba-2 those of the tokens before them, whatever was fed, taken back or moved?"""
+"""Are states of gated delta nets and Mamba-2 those of the tokens before them, whatever is fed, taken back, moved?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from decoders import CPU_HYBRIDS, PACKED_SHAPE, packed_model, random_model
+from decoders import HYBRIDS, PACKED_SHAPE, packed_model, random_model
 from models import packed
 from rows_with_states import LENGTH, ids, logits_behind, read_again
 
@@ -40,7 +40,7 @@ def model():
     return random_model("qwen3.5", torch.float32)
 
 
-@pytest.mark.parametrize("name", CPU_HYBRIDS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_one_forward_is_that_of_the_modules(name):
     model, row = random_model(name, torch.float32), ids()[0]
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import CPU_CONFIGS, CPU_HYBRIDS, MIXTURES, random_model
+from decoders import CPU_CONFIGS, HYBRIDS, MIXTURES, random_model
 from models import alone, packed, prompts, together
 from transformers import PreTrainedModel
 
@@ -29,7 +29,7 @@ HYBRID_MIXTURES = ("qwen3.5-moe", "qwen3-next")
 
 def one_of_each_class() -> list[str]:
     found: dict[str, str] = {}
-    for name, (config, _) in {**CPU_CONFIGS, **MIXTURES, **CPU_HYBRIDS}.items():
+    for name, (config, _) in {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}.items():
         found.setdefault(config.__name__, name)
     return list(found.values())
 

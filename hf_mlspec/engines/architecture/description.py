@@ -16,14 +16,14 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
     "residual": (("sequential", "parallel"), ()),
-    "mlp": (("gated", "plain", "experts"), ()),
-    "positions": (("rotary", "rotary by layer type", "learned"), ("biases by distance",)),
+    "mlp": (("gated", "plain", "experts", "none"), ()),
+    "positions": (("rotary", "rotary by layer type", "learned", "none"), ("biases by distance",)),
     "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
     "head_gates": (("none", "behind each query"), ()),
 }
-CPU_WORDS = {"head_norms": ("per rotated head",), "mlp": ("none",), "positions": ("none",)}
+CPU_WORDS = {"head_norms": ("per rotated head",)}
 GATES = ("halves", "clamped pairs")  # of experts
 SCORES = ("softmax", "sigmoid")  # of experts
 WITHOUT_WINDOW = "those without a window"
@@ -143,15 +143,15 @@ class Description:
     linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
     down. qkv_by_head: queries, key and value of a key head, then those of the next (GPT-NeoX).
     mlp: "gated": down(activation(gate) * up); "plain": down(activation(up)) (Arcee); "experts": many gated
-    ones in some or all layers, as `experts` describes them; on the CPU, "none" in any layer (Mamba-2).
+    ones in some or all layers, as `experts` describes them; "none" in any layer (Mamba-2).
     unset: config entries that have to be None or False: what they ask for no decoder does (clip_qkv of OLMoE).
     needed: config entries that have to be true, for the same reason.
     attention: the place in a layer whose attributes are named below; head_dim: the one that says how many elements a
     head has. kv_heads: a config entry, the number of key heads.
     activation: a config entry. norm_eps: a config entry, or the number.
     positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); "learned": a table
-    whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; on the CPU,
-    "none" (Mamba-2); not yet "biases by distance" (ALiBi).
+    whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; "none"
+    (Mamba-2); not yet "biases by distance" (ALiBi).
     rotates: a config entry that says "rope" where "rotary" is meant, and where nothing is rotated something else
     (Granite hybrids).
     rotation: an element and the one half a head further ("halves"), or its neighbour: "pairs" where the model's tables
@@ -251,8 +251,6 @@ def not_served(description: Description, decoder: str) -> str | None:
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
     norms, linears = set(description.norms), set(description.linears)
-    if decoder == "cuda" and description.delta is not None and description.delta.skip is not None:
-        return "layers of Mamba-2; the compiled decoder of GPUs takes gated delta nets"
     parts = ("attention",) if description.mlp == "none" else ("attention", "mlp")
     blocks = all(norms & {block, f"{block}_out"} for block in parts)
     if not blocks or len(norms & {"q", "k"}) == 1:

@@ -55,8 +55,6 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
         _block(entry, config, layer, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
         for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
     ]
-    if decoder == "cuda" and all(block.delta is not None for block in blocks):
-        raise UnknownArchitecture("none of its layers attends")
     sizes = _sizes(entry, model, blocks)
     sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):

@@ -159,6 +159,8 @@ class CudaDecoder:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
+            if self.sizes.no_mlp:
+                continue
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             added = self._feed_forward(layer, normed, at(bits, 2 * number + 1, normed))
             added = beside + added if self.sizes.parallel else added
