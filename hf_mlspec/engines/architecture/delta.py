@@ -24,8 +24,8 @@ def delta_sizes(entry: Delta, layer: nn.Module) -> DeltaSizes:
         sizes = replace(sizes, normed=normed)
     if max(sizes.key_dim, sizes.value_dim) > MOST_DIM or not 2 <= sizes.taps <= MOST_TAPS:
         raise UnknownArchitecture(
-            f"its recurrent layers have heads of {sizes.key_dim} and {sizes.value_dim} elements and {sizes.taps} taps, "
-            f"the compiled decoder takes {MOST_DIM} elements and 2 to {MOST_TAPS} taps"
+            f"its recurrent layers have heads of {sizes.key_dim} and {sizes.value_dim} elements and {sizes.taps} "
+            f"taps, the compiled decoder takes {MOST_DIM} elements and 2 to {MOST_TAPS} taps"
         )
     return sizes
 
