@@ -24,9 +24,9 @@ SCHEMAS = [
     "Tensor)",
     "cpu_isa() -> str",
     "cuda_linears(int device) -> str",
-    "delta_rows(Tensor qkvz, Tensor ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, "
+    "delta_rows(Tensor qkvz, Tensor? ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, "
     "Tensor starts, Tensor counts, Tensor marks, Tensor(a!) states, Tensor(b!) inputs, int[] sizes, int settles, "
-    "int behind) -> Tensor",
+    "int behind, Tensor? bias, Tensor? skip, int normed) -> Tensor",
     "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit) "
     "-> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",

@@ -280,6 +280,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     float* const out = pending.waits ? w.block.data() : w.hidden.data();
     multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
     add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
+    if (shape.no_mlp) continue;
     if (shape.parallel) {  // both wait in `block` until the next norm
       normalize(team, n, {}, layer.mlp_norm, inner, keeps);
       choose_width(team, pass, 2 * i + 1, n);

@@ -67,6 +67,7 @@ struct DecoderShape {
   bool grouped_qkv;        // outputs of q: of every key head its queries, key and value
   bool norms_behind_rotation;  // of queries and keys
   bool plain_mlp;          // down(activation(up)): no layer has a gate
+  bool no_mlp;             // no layer has one: blocks of Mamba-2 alone
   bool gated_heads;        // q gives of every head its query and, behind it, a gate of what the head gives
 };
 
