@@ -23,7 +23,7 @@ from .tables import say, show
 def run_quantize(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in options()}
     format = format_of(args.method) if args.format is None and args.method is not None else args.format
-    searched = args.method is not None and args.activation_clip == AUTO  # by the method, which the config does not have
+    searched = args.method is not None and args.activation_clip == AUTO  # by the method, which a config has not
     settings |= {"format": format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
                  "activation_clip": None if searched else args.activation_clip, "kv_cache": args.kv_cache}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
