@@ -83,16 +83,21 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     hf_mlspec.stream_planes(model, budget, top_planes=options.top_planes)
     yield {"planes": "streamed", "budget": budget, "used": source_of(model).used, "less_than_static":
            1 - (source_of(model).used + dense) / (whole + dense)}  # fmt: skip
-    for one, before in zip(_all(model, router, options), resident, strict=True):
+    beside = {(one["tokens"], one["widths"]): one for one in resident}
+    for one in _all(model, router, options, ("known", "routed")):
+        before = beside[one["tokens"], one["widths"]]
         yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
                "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
 
 
-def _all(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> Iterator[dict]:
+def _all(
+    model: PreTrainedModel, router: Router, options: argparse.Namespace, names: tuple = ("known", "routed", "8")
+) -> Iterator[dict]:
     known = known_widths(router)
     for tokens in (16, 64) if options.quick else (256, 2048):
-        for name, widths in {"known": known, "routed": None, "8": [8] * len(known)}.items():
-            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths, tokens, options)}
+        widths = {"known": known, "routed": None, "8": [8] * len(known)}
+        for name in names:
+            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths[name], tokens, options)}
 
 
 def _timed(
