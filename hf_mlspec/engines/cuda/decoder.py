@@ -160,6 +160,8 @@ class CudaDecoder:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
+            if self.sizes.no_mlp:
+                continue
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             own = at(bits, 2 * number + 1, normed)
             if 0 < at_once < len(normed):
@@ -178,7 +180,7 @@ class CudaDecoder:
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
-            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+            return layer.delta(normed, lanes, *kept, bits)
         return self._attend(layer, normed, kv[layer.index], lanes, bits)
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:

@@ -44,7 +44,7 @@ class DecoderObject : public torch::CustomClassHolder {
   // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
   DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm,
                 const MaybeTensor& final_bias) {
-    TORCH_CHECK_VALUE(dims.size() == 17 && numbers.size() == 5, "Decoder takes 17 sizes and 5 numbers, got ",
+    TORCH_CHECK_VALUE(dims.size() == 18 && numbers.size() == 5, "Decoder takes 18 sizes and 5 numbers, got ",
                       dims.size(), " and ", numbers.size());
     mlspec::DecoderShape& s = decoder_.shape;
     s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
@@ -52,7 +52,7 @@ class DecoderObject : public torch::CustomClassHolder {
     s.activation = static_cast<mlspec_activation>(dims[8]);
     s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
     s.norms_have_mean = dims[10], s.rotates_pairs = dims[11], s.parallel = dims[12], s.grouped_qkv = dims[13];
-    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15], s.gated_heads = dims[16];
+    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15], s.gated_heads = dims[16], s.no_mlp = dims[17];
     TORCH_CHECK_VALUE(!s.gated_heads || !s.grouped_qkv, "heads with gates are not grouped by key head");
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
@@ -120,16 +120,18 @@ class DecoderObject : public torch::CustomClassHolder {
     decoder_.layers.push_back(layer);
   }
 
-  // Sizes of all layers that are gated delta nets: delta_shape in decoder_delta.h. Before the first of them.
+  // Sizes of all layers that are gated delta nets, or of Mamba-2: delta_shape in decoder_delta.h. Before the first of them.
   void set_delta_shape(const Ints& dims) {
     TORCH_CHECK_VALUE(decoder_.delta_nets.empty(), "the sizes of gated delta nets come before the nets");
     decoder_.delta = mlspec::delta_shape(dims);
   }
 
   // The newest layer is a gated delta net in place of attention. taps: float32 [taps, channels], of the oldest token first; rate (-exp(A_log))
-  // and shift: float32 [value_heads]; norm: float32 [value_dim]. Its linears follow: delta_qkv, _z, _b, _a and _out, of a grouped one
-  // delta_qkv, _b and _out.
-  void set_delta(const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm) {
+  // and shift: float32 [value_heads]; norm: float32 [value_dim], of Mamba-2 [values], with eps; of Mamba-2 there are skip, [value_heads], and
+  // perhaps bias, [channels] of the convolution. Its linears follow: delta_qkv, _z, _b, _a and _out, of a grouped one delta_qkv, _b and _out, of
+  // Mamba-2 delta_qkv and _out.
+  void set_delta(const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm, double eps, const MaybeTensor& bias,
+                 const MaybeTensor& skip) {
     DecoderLayer& layer = newest("delta");
     const mlspec::DeltaShape& s = decoder_.delta;
     TORCH_CHECK_VALUE(s.key_heads > 0 && !layer.delta, "a layer is a gated delta net once, and set_delta_shape comes first");
@@ -138,7 +140,11 @@ class DecoderObject : public torch::CustomClassHolder {
     layer.delta->index = decoder_.delta_nets.size();
     layer.delta->taps = static_cast<const float*>(hold(taps));
     layer.delta->rate = floats(rate, "rate", s.value_heads), layer.delta->shift = floats(shift, "shift", s.value_heads);
-    layer.delta->norm = floats(norm, "the norm of a delta net", s.value_dim);
+    layer.delta->norm = floats(norm, "the norm of a delta net", s.additive ? s.values() : s.value_dim);
+    TORCH_CHECK_VALUE(eps >= 0 && s.additive == skip.has_value() && (s.additive || !bias), "a layer of Mamba-2 has skip, a gated delta net "
+                      "neither skip nor bias, and eps is 0 or a positive number");
+    layer.delta->bias = floats(bias, "the bias of a convolution", s.channels()), layer.delta->skip = floats(skip, "skip", s.value_heads);
+    layer.delta->eps = static_cast<float>(eps);
     decoder_.delta_nets.push_back(layer.delta.get());
   }
 
@@ -182,6 +188,18 @@ class DecoderObject : public torch::CustomClassHolder {
     (name == "up" ? experts.up : experts.down) =
         mlspec::expert_linears("experts' " + name, format, experts.count, in, out, weight, scale, zero, bias, group, bits);
     hold(weight), hold_some(scale, zero), hold_some(bias, std::nullopt);
+  }
+
+  // The same for nested weights: nested_expert_linears in decoder_experts.h; bits as of set_nested.
+  void set_nested_experts(const std::string& name, int64_t in, int64_t out, const Tensor& draft_tiles, const Tensor& exponent_tiles,
+                          const Tensor& low_tiles, const Tensor& codebook, const MaybeTensor& escape_rows,
+                          const MaybeTensor& escape_weight, const MaybeTensor& bias, int64_t weight_bits, int64_t activation_bits) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    (name == "up" ? experts.up : experts.down) = mlspec::nested_expert_linears("experts' " + name, experts.count, in, out, parts, codebook,
+                                                                               bias, {weight_bits, activation_bits});
+    hold(codebook), hold_parts(parts), hold_some(bias, std::nullopt);
   }
 
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
@@ -232,11 +250,11 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
-  // The same for a weight in a low part, planes, and a sparse high one.
+  // The same for a weight in a low part, planes or int4, and a sparse high one.
   void set_zipper(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
-                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits) {
+                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits, int64_t activation_bits) {
     mlspec::Linear linear = mlspec::zipper_linear(name, plane_tiles, scale_tiles, high, in, out, group);
-    linear.own = {bits, 16};
+    linear.own = {bits, activation_bits};
     mlspec::check_bits(linear, linear.own, name + ": ");
     hold(plane_tiles), hold(scale_tiles), hold(high);
     put(name, linear, bias);
@@ -534,6 +552,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_sigmoids", &DecoderObject::set_sigmoids)
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
+      .def("set_nested_experts", &DecoderObject::set_nested_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)

@@ -28,7 +28,7 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
       TORCH_CHECK_VALUE(inside || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
     for (const Linear* linear : {&l.gate, &l.up, &l.down}) {
-      const bool none = l.experts || (decoder.shape.plain_mlp && linear == &l.gate);
+      const bool none = l.experts || decoder.shape.no_mlp || (decoder.shape.plain_mlp && linear == &l.gate);
       TORCH_CHECK_VALUE(none || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
     TORCH_CHECK_VALUE(!l.experts || !decoder.shape.parallel, "layer ", i, ": experts do not run beside attention");

@@ -68,6 +68,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   const auto measure = [&](const Linear& next, int64_t rows) {
     const mlspec_acts acts = acts_for(next, rows);
     bytes = std::max(bytes, mlspec_acts_bytes(&acts));
+    if (reads_wide(next)) w.wide_acts.reserve(rows * next.in_features);
     reserve_escaped(next, threads, rows);
   };
   for (const DecoderLayer& l : layers) l.each_linear([&](const Linear& next) { measure(next, n); });
@@ -76,7 +77,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   reserve_dense(threads);
   reserve_tables();
   reserve_adapters(n);
-  reserve_experts(n);
+  reserve_experts(threads, n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
@@ -110,10 +111,19 @@ void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const 
       if (!norm && together) std::memcpy(normed, hidden, shape.hidden * sizeof(float));
       if (together) continue;
       const mlspec_pack_args pack{in_order(*next, norm ? normed : hidden, own + shape.hidden), 0, &acts};
-      cpu_kernels().pack_rows(&pack, n, n + 1, 0, acts.in_features);
+      pack_piece(*next, pack, n, n + 1, 0, acts.in_features);
     }
   });
   if (next && together) pack_rows(team, w.normed.data(), shape.hidden, rows, *next);
+}
+
+// A piece of the acts of `next`, as `pack` has them; and of its inputs in bfloat16, where it reads these, too.
+void Decoder::pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const {
+  cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+  if (!reads_wide(next)) return;
+  const mlspec_acts wide = wide_acts(*pack.acts);
+  const mlspec_pack_args other{pack.x, pack.x_stride, &wide};
+  cpu_kernels().pack_rows(&other, row, row_end, k, k_end);
 }
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
@@ -125,7 +135,7 @@ void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows
       for (int64_t n = row; n < row_end; ++n) gather(x + n * stride, next.order + k, k_end - k, own + (n - row) * kChunk);
       pack = {own - row * kChunk - k, kChunk, &acts};
     }
-    cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(next, pack, row, row_end, k, k_end);
   });
 }
 
@@ -138,7 +148,7 @@ void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       kernels.hadamard(&next.hadamard, next.in_features, x + n * stride);
-      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, next.in_features);
+      if (!together) pack_piece(next, pack, n, n + 1, 0, next.in_features);
     }
   });
   if (together) pack_rows(team, x, stride, rows, next);
@@ -187,7 +197,7 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
       kernels.row.activate_mul(ordered[0], ordered[1], shape.activation, k_end - k, to);
     }
     const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
-    kernels.pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(down, pack, row, row_end, k, k_end);
   });
 }
 
@@ -270,6 +280,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     float* const out = pending.waits ? w.block.data() : w.hidden.data();
     multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
     add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
+    if (shape.no_mlp) continue;
     if (shape.parallel) {  // both wait in `block` until the next norm
       normalize(team, n, {}, layer.mlp_norm, inner, keeps);
       choose_width(team, pass, 2 * i + 1, n);
@@ -309,7 +320,7 @@ void Decoder::score(Team& team, Pass& pass, const Pending& pending, int64_t firs
       norm_row(final_norm, hidden, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, i, i + 1, 0, acts.in_features);
+      pack_piece(head, pack, i, i + 1, 0, acts.in_features);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);

@@ -67,6 +67,7 @@ struct DecoderShape {
   bool grouped_qkv;        // outputs of q: of every key head its queries, key and value
   bool norms_behind_rotation;  // of queries and keys
   bool plain_mlp;          // down(activation(up)): no layer has a gate
+  bool no_mlp;             // no layer has one: blocks of Mamba-2 alone
   bool gated_heads;        // q gives of every head its query and, behind it, a gate of what the head gives
 };
 
@@ -171,6 +172,9 @@ class Decoder {
   void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
   int64_t planes_of(const Linear& linear) const;
   bool adds_high(const Linear& linear) const;
+  bool reads_wide(const Linear& linear) const;
+  mlspec_acts wide_acts(const mlspec_acts& acts) const;
+  void pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const;
   void reserve_tables();
   void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
   void reserve_adapters(int64_t n);
@@ -178,6 +182,8 @@ class Decoder {
   bool has_escapes(const Linear& linear) const;
   void reserve_escaped(const Linear& linear, int threads, int64_t rows);
   mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
+  void reserve_escaped_acts(const Linear& linear, int threads, int64_t rows);
+  void multiply_escaped_visit(const Team& team, const Linear& linear, const mlspec_linear_args& args, int64_t begin, int64_t end);
   void multiply_escaped(const Team& team, const Linear& linear, const mlspec_linear_args& args, const mlspec_acts& dense_acts,
                         int64_t begin, int64_t end);
   void embed(Team& team, const Pass& pass);
@@ -203,7 +209,7 @@ class Decoder {
   void activate_whole(Team& team, int64_t rows, const Linear& down);
   void activate_piece(const float* gate, int64_t count, float* to) const;
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
-  void reserve_experts(int64_t n);
+  void reserve_experts(int threads, int64_t n);
   void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void route(Team& team, const Experts& experts, int64_t rows);
   void plan_visits(const Experts& experts, int64_t rows);

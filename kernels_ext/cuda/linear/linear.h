@@ -31,7 +31,7 @@ typedef struct {
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   float activation_clip;          // of 4 bits: that of mlspec_cuda_quantize
   int32_t bias_is_float32;
-  int32_t out_is_float32;         // sums as they are, of planes
+  int32_t out_is_float32;         // sums as they are, of planes and int4
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
