@@ -24,8 +24,8 @@ from .models import budget_of, bus_speed, dense_bytes, model_of, plane_bytes, so
 TRACE = "code-76m-planes8-planes4-long-humaneval.json"
 CHAIN = "code-76m-planes8-planes4-code-4m-long-humaneval.json"  # a tiny model below
 DRAFT = "code-76m-code-4m-humaneval.json"  # it alone below the target
-LENGTHS = (8, 16)  # tokens of a draft
-CHAIN_LENGTHS = ((8, 3), (16, 3), (16, 7), (24, 5))  # likewise, and of the tiny level below it
+LENGTHS = (16,)  # tokens of a draft
+CHAIN_LENGTHS = ((16, 3), (24, 5), (16, 7))  # likewise, and of the tiny level below it
 TINY = "llama-2x1024"
 
 
@@ -39,7 +39,7 @@ class Drafted(NamedTuple):
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """Resident, then streamed: of the target alone, with one level and with two; rounds of the host beside them."""
+    """Resident, then streamed: with one level and with two; rounds of the host beside them."""
     model, tiny = model_of(options), tiny_model(options)
     dense, speed = dense_bytes(model) + sum(p.nbytes for p in tiny.parameters()), bus_speed(options.device)
     yield {"planes_bytes": plane_bytes(model), "other_bytes": dense, "bus_gb_s": speed / 1e9}
@@ -56,11 +56,10 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         "streamed_in_s": time.perf_counter() - begin, "used": source.used, "slots": source.slots,
         "layers_streamed": sum(not one.resident for one in source.layers), "layers": len(source.layers),
     }  # fmt: skip
-    alone = Drafted("alone", [], read_trace(TRACES / TRACE).alone(), 0.0)
-    for one in [alone, *chains]:
+    for one in chains:
         if source.copies_in_graphs:
             yield captured(model, one, options, "streamed", speed)
-    yield from (stepped(model, one, options, speed) for one in [alone, *chains])
+        yield stepped(model, one, options, speed)
 
 
 def tiny_model(options: argparse.Namespace) -> PreTrainedModel:

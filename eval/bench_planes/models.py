@@ -8,14 +8,24 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+import hf_mlspec
 from eval.random_packed import random_planes_model
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.plane_budget import bytes_of
 
+_made: dict[tuple, PreTrainedModel] = {}
+
 
 def model_of(options: argparse.Namespace) -> PreTrainedModel:
-    """The shape with random planes; tiny where it is quick."""
-    return random_planes_model("tiny-2x512" if options.quick else options.shape, options.device).eval()
+    """The shape with random planes, all resident; tiny where it is quick. Parts of one process share it."""
+    shape = "tiny-2x512" if options.quick else options.shape
+    if (shape, options.device) not in _made:
+        _made.clear()
+        _made[shape, options.device] = random_planes_model(shape, options.device).eval()
+    model = _made[shape, options.device]
+    hf_mlspec.clear(model)
+    hf_mlspec.stream_planes(model, None)
+    return model
 
 
 def bus_speed(device: torch.device) -> float:

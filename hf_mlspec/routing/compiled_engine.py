@@ -27,6 +27,7 @@ from ..engines.memory import out_of_memory
 from ..precision import Bits
 from .blocks import Block, blocks_of
 from .features import pooled
+from .foresight import LEAD, announce
 from .router import Router
 from .row_widths import RowWidths
 
@@ -49,13 +50,21 @@ class _Scorers:
                 bias = one.inner.bias - inner @ one.mean
                 parts = inner.T, bias, one.outer.weight.T, one.outer.bias
                 self.layers.append([part.to(device).contiguous() for part in parts])
+        self.ahead = [(own.bias.to(device), own.weight.to(device)) for own in router.ahead]
 
-    def choose(self, block: int, features: Tensor) -> int | None:
+    def choose(self, block: int, features: Tensor, foresees: bool = False) -> tuple[int | None, int | None]:
         """The width of the highest score, the narrower of equal ones; None where one is NaN or infinite. features:
-        float32 ``[1, features]``."""
+        float32 ``[1, features]``. Then what block + LEAD is likely to
+        choose, None where nobody asks or knows."""
         inner, bias, outer, last = self.layers[block]
-        scores = torch.addmm(last, F.silu(torch.addmm(bias, features, inner)), outer)[0].tolist()
-        return self.widths[scores.index(max(scores))] if all(map(math.isfinite, scores)) else None
+        scores = torch.addmm(last, F.silu(torch.addmm(bias, features, inner)), outer)
+        if foresees and block < len(self.ahead):
+            bias, weight = self.ahead[block]
+            own, ahead = torch.cat([scores, torch.addmm(bias, features, weight)]).tolist()
+        else:
+            own, ahead = scores[0].tolist(), None
+        chosen = self.widths[own.index(max(own))] if all(map(math.isfinite, own)) else None
+        return chosen, None if ahead is None else self.widths[ahead.index(max(ahead))]
 
 
 class _Choosing:
@@ -65,10 +74,14 @@ class _Choosing:
         self.scorers, self.blocks = scorers, blocks
         self.widest, self.key = Bits(scorers.widths[-1], 16), ()
         self.widths: list[int] = []
+        self.streams = any(linear.source is not None for block in blocks for linear in block.linears.values())
 
     def at(self, block: int, x: Tensor) -> Bits:
         """As `BlockBits.at`; waits for the device."""
-        width = self.scorers.choose(block, x.mean(0, keepdim=True, dtype=torch.float32))
+        features = x.mean(0, keepdim=True, dtype=torch.float32)
+        width, ahead = self.scorers.choose(block, features, self.streams)
+        if ahead is not None:
+            announce(self.blocks[block + LEAD], ahead)
         if width is None:
             pooled(x[None], [len(x)], self.blocks[block].name)  # raises where x is the reason
             raise FloatingPointError(f"the router scores {self.blocks[block].name} NaN or infinite: train another")

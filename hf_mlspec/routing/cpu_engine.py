@@ -18,6 +18,7 @@ from ..engines.cpu.engine import CpuEngine
 from ..engines.engine import Guess, Rows
 from .blocks import blocks_of
 from .features import pooled
+from .foresight import LEAD, announce
 from .router import Router
 from .row_widths import RowWidths
 
@@ -55,6 +56,8 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
 
     def _width_of(self, block: int, inputs: Tensor) -> int:
         found = pooled(inputs[None], [len(inputs)], self.blocks[block].name)
+        if (width := self.router.foresee(block, found)) is not None:
+            announce(self.blocks[block + LEAD], width)
         return self.router.choose(block, found)[0]
 
     def _scored(

@@ -282,12 +282,30 @@ class PlaneLoader:
             at = self._after.get(at, 0)
             layer = self.layers[at]
             if layer.lacks > 0 and layer.linear in self._place_of and at not in self._waiting and at != self._before:
-                try:
-                    self._waiting[at] = self._start(at, layer.kept, layer.lacks)
-                except (MemoryError, RuntimeError) as error:
-                    require_full(error, self.layers[0].linear, "to fetch planes ahead")
+                if not self._begin(layer):
                     return
                 self._next = at
+
+    def _begin(self, layer: Layer) -> bool:
+        """Start the fetch of what a layer lacks, ahead of its product; False where there is no memory for it."""
+        try:
+            self._waiting[layer.place] = self._start(layer.place, layer.kept, layer.lacks)
+        except (MemoryError, RuntimeError) as error:
+            require_full(error, self.layers[0].linear, "to fetch planes ahead")
+            return False
+        return True
+
+    def expect(self, linear: PlanesLinear, num_planes: int) -> None:
+        """As `PlaneSource.expect`; a fetch that brings fewer, or what nobody will read, is let go of."""
+        with self._lock:
+            layer = self._known(linear)
+            self.residency.change(layer, last=max(num_planes, self.top))
+            fetch = self._waiting.get(layer.place)
+            if fetch is not None and not 0 < layer.lacks <= fetch.first + fetch.count - layer.kept:
+                self._release(self._waiting.pop(layer.place))
+                fetch = None
+            if fetch is None and layer.lacks and self._free and layer.place != self._before:
+                self._begin(layer)
 
     def counting(self) -> AbstractContextManager[PlaneCounts]:
         """As `PlaneSource.counting`."""
