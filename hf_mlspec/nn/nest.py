@@ -65,8 +65,7 @@ def nest(
     plan = _checked_plan(model, codebook)
     samples = None
     if calibration is not None:
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        samples = read_samples(calibration, vocabulary, next(model.parameters()).device)
+        samples = _read(model, calibration)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
@@ -74,6 +73,11 @@ def nest(
     attach_quantizer(model, settings)
     tell_kept(model, plan)
     return given
+
+
+def _read(model: PreTrainedModel, calibration: Iterable) -> list[Tensor]:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return read_samples(calibration, vocabulary, next(model.parameters()).device)
 
 
 def unnest(model: PreTrainedModel) -> PreTrainedModel:
