@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ...checkpoints.pickles import pickled_tensors
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 from ...formats.damage import ValueCheck
-from ...nn.nested_experts import NestedExperts
+from ...nn.nested_experts import require_whole
 from ...nn.packed import PackedLinear, PackedModule
 from ..json_object import read_object
 
@@ -327,18 +327,14 @@ def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> It
 
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
     """Of formats whose tensors say more together than each by itself: planes, codebooks, escapes."""
-    modules = [(path, own) for path, own in model.named_modules() if isinstance(own, PackedModule)]
-    for path, module, key in [(path, own, key) for path, own in modules if own.record.stays_whole for key in own.names]:
-        held = [stored.get(f"{path}.{key}_{part}") for part in module.record.parts]
-        parts = module.record.weight.PARTS(*map(_read, held))
-        try:
-            if isinstance(module, NestedExperts):
-                module.validate_parts(key, parts, path)
-            else:
-                module.record.weight(*parts, name=path).validate(module.out_features, module.in_features)
-        except ValueError as error:
-            files = sorted({str(tensor.file) for tensor in held if tensor is not None})
-            raise ValueError(f"{error} (in {', '.join(files)})") from error
+    for path, module in model.named_modules():
+        for key in module.names if isinstance(module, PackedModule) and module.record.stays_whole else ():
+            held = [stored.get(f"{path}.{key}_{part}") for part in module.record.parts]
+            try:
+                require_whole(module, key, module.record.weight.PARTS(*map(_read, held)), path)
+            except ValueError as error:
+                files = sorted({str(tensor.file) for tensor in held if tensor is not None})
+                raise ValueError(f"{error} (in {', '.join(files)})") from error
 
 
 def _read(tensor: StoredTensor | None) -> torch.Tensor | None:
