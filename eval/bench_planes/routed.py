@@ -19,7 +19,7 @@ from hf_mlspec.routing.blocks import Block, average_bits, blocks_of
 from hf_mlspec.routing.engine import RoutedCudaEngine, RoutedEngine, routed_engine
 from hf_mlspec.routing.router import Router
 
-from .rounds import budget_of, dense_bytes, model_of, plane_bytes, source_of
+from .models import budget_of, dense_bytes, model_of, plane_bytes, source_of
 
 _STEPS = 24  # tokens behind the longest prompt; the first third captures
 _SHOWN = 8  # prompts that are not timed: they load kernels, and planes that they read come to stay
@@ -45,6 +45,12 @@ def made_router(blocks: list[Block]) -> Router:
     return router.eval().requires_grad_(False)
 
 
+def known_widths(router: Router) -> list[int]:
+    """What a made router picks; the narrow width where it leaves it to the query."""
+    narrow, wide = (router.widths.index(width) for width in (_NARROW, _WIDE))
+    return [_WIDE if one.outer.bias[wide] > one.outer.bias[narrow] else _NARROW for one in router.of]
+
+
 def lines(options: argparse.Namespace) -> Iterator[dict]:
     """Resident first, then the same model on its budget. over: seconds of a prompt beyond those of resident planes."""
     model = model_of(options)
@@ -63,8 +69,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _all(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> Iterator[dict]:
-    narrow, wide = (router.widths.index(width) for width in (_NARROW, _WIDE))
-    known = [_WIDE if one.outer.bias[wide] > one.outer.bias[narrow] else _NARROW for one in router.of]
+    known = known_widths(router)
     for tokens in (16, 64) if options.quick else (256, 2048):
         for name, widths in {"known": known, "routed": None, "8": [8] * len(known)}.items():
             yield {"widths": name, "tokens": tokens, **_timed(model, router, widths, tokens, options)}

@@ -15,7 +15,7 @@ from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
 from .adapters import without_wrapper
 from .calibration import by_memory, hessians, read_samples
-from .castable import holds_draft, is_nested, listed, require_dense, require_finite_float, require_plain_inputs
+from .castable import holds_draft, listed, require_dense, require_finite_float, require_plain_inputs
 from .expert_modules import is_experts
 from .linear import is_dense
 from .nest_experts import nest_experts, require_finite_experts

@@ -201,13 +201,14 @@ class NestedExperts(PackedExperts):
         for key in self.names:
             given, own = state_dict.get(f"{prefix}{key}_{ESCAPES[0]}"), self._parameters[f"{key}_{ESCAPES[0]}"]
             if f"{prefix}{key}_low" in state_dict and getattr(given, "shape", None) != getattr(own, "shape", None):
-                self._make_room(key, None if given is None else tuple(given.shape), self._parameters[f"{key}_low"].device)
+                shape, device = None if given is None else tuple(given.shape), self._parameters[f"{key}_low"].device
+                self._make_room(key, shape, device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def require_whole(module: PackedModule, key: str, parts: Parts, name: str) -> None:
-    """ValueError or TypeError for what is damaged in the parts on disk of a module's weight ``key``: of a linear, or of
-    nested experts."""
+    """ValueError or TypeError for what is damaged in the parts on disk of a module's weight ``key``, whether it is a
+    linear or holds nested experts."""
     if isinstance(module, NestedExperts):
         module.validate_parts(key, NestedParts(*parts), name)
     else:

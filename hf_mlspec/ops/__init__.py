@@ -22,7 +22,7 @@ from .experts import (
     weighted_rows,
 )
 from .hadamard import gated_hadamard, hadamard_rows
-from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
+from .int4 import int4_dequantize, int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
 from .library import KernelError, UnreadableLibrary, kernel_table, library_hash, why_not_compiled
 from .lut import lut_linear, prepack_lut, unprepack_lut
@@ -43,7 +43,15 @@ from .rows import (
     silu_mul,
 )
 from .words import pack_awq_words, pack_gptq_words
-from .zipper import prepack_zipper, unprepack_zipper, zipper_high_joined, zipper_high_linear, zipper_linear
+from .zipper import (
+    prepack_zipper,
+    unprepack_zipper,
+    zipper_high_joined,
+    zipper_high_linear,
+    zipper_linear,
+    zipper_low_linear,
+    zipper_low_sums,
+)
 
 __all__ = [
     "KernelError",
@@ -66,6 +74,7 @@ __all__ = [
     "int4_expert_rows",
     "int4_int8_linear",
     "int4_linear",
+    "int4_sums",
     "kernel_table",
     "library_hash",
     "lut_linear",
@@ -114,4 +123,6 @@ __all__ = [
     "zipper_high_joined",
     "zipper_high_linear",
     "zipper_linear",
+    "zipper_low_linear",
+    "zipper_low_sums",
 ]

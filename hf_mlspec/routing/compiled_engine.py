@@ -1,7 +1,8 @@
 """How does the decoder of GPUs step a model whose rows read as many planes as their prompts were given?
 
 A prompt is read in one step of its own, in which every block chooses as the step comes to it; the host waits for each
-choice. Steps behind it know what they read, so that a graph holds them (engines/cuda/steps.py).
+choice. Where memory is short, an MLP computes a part of its tokens after the other. Steps behind it know what they
+read, so that a graph holds them (engines/cuda/steps.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engines.cuda.decoder import CudaDecoder
-from ..engines.cuda.engine import CudaEngine, int32, prefill
+from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill
 from ..engines.cuda.row_bits import RowBits
 from ..engines.cuda.steps import CudaSteps
 from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..engines.cuda.weights import PlanesTilesLinear
 from ..engines.engine import Guess, Rows
+from ..engines.memory import out_of_memory
 from ..precision import Bits
 from .blocks import Block, blocks_of
 from .features import pooled
@@ -105,11 +107,21 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
 
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         self._reserve(len(row))
-        choosing, device = _Choosing(self._scorers, self.blocks), self.decoder.device
         operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
-        pick = torch.zeros(1, dtype=torch.int64, device=device)  # nobody reads its logits
-        how = {"pick": pick, "bits": choosing, "draft_window": self.draft_window}
-        self.decoder.forward(*operands, self._kv(batch)[:, :, r : r + 1], **how)
+        pick = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)  # nobody reads its logits
+        how, at_once = {"pick": pick, "draft_window": self.draft_window}, CHUNK
+        while True:
+            choosing = _Choosing(self._scorers, self.blocks)
+            try:
+                self.decoder.forward(
+                    *operands, self._kv(batch)[:, :, r : r + 1], bits=choosing, at_once=at_once, **how
+                )
+                break
+            except RuntimeError as error:
+                if at_once <= LEAST_CHUNK or not out_of_memory(error):
+                    raise
+            at_once = min(at_once, len(row)) // 2  # what was written is written again, with the same bits
+            torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
         self.forwards += 1
         self.chosen[r], self.lengths[r] = choosing.widths, len(row) - 1
 

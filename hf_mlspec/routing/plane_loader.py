@@ -127,7 +127,7 @@ class PlaneLoader:
         return self.residency.used
 
     @contextmanager
-    def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor | None, ...]]:
         """As `PlaneSource.reading`. PlaneError where planes cannot be had; the next call asks for them again."""
         if not 1 <= num_planes <= linear.num_planes:
             raise ValueError(f"{num_planes} planes asked for, the weight has {linear.num_planes}")
@@ -136,11 +136,13 @@ class PlaneLoader:
             if self._copies is not None and torch.cuda.is_current_stream_capturing():
                 if num_planes > self.top:
                     self.residency.graphs.add(self._copies.fetches)
-                yield self.room.tiles_in_graph(layer.place, num_planes, self._copies), linear.weight_scale
+                with self.room.tiles_in_graph(layer.place, num_planes, self._copies) as (tiles, *apart):
+                    yield tiles, linear.weight_scale, *apart
                 return
             fetch = self._fetched(layer, num_planes)
             try:
-                yield self.room.tiles(layer.place, num_planes, fetch), linear.weight_scale
+                tiles, *apart = self.room.tiles(layer.place, num_planes, fetch)
+                yield tiles, linear.weight_scale, *apart
             except BaseException:
                 if fetch is not None:
                     self._release(fetch)

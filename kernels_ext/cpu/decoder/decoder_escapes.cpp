@@ -21,7 +21,7 @@ void tile_rows(const mlspec_acts& from, int64_t tile, const mlspec_acts& to) {
 }  // namespace
 
 bool Decoder::has_escapes(const Linear& linear) const {
-  return linear.escaped.count > 0 && linear.at(work_->bits).weight == 16;
+  return linear.escaped.count > 0 && linear.at(asked(linear)).weight == 16;
 }
 
 // For each thread the outputs of one linear's escaped rows, twice.
