@@ -63,9 +63,7 @@ def nest(
     """
     given, model = model, without_wrapper(model, "nest")
     plan = _checked_plan(model, codebook)
-    samples = None
-    if calibration is not None:
-        samples = _read(model, calibration)
+    samples = None if calibration is None else _read(model, calibration)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
