@@ -15,7 +15,7 @@ from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
 from .adapters import without_wrapper
 from .calibration import by_memory, hessians, read_samples
-from .castable import holds_draft, is_nested, listed, require_dense, require_finite_float, require_plain_inputs
+from .castable import holds_draft, listed, require_dense, require_finite_float, require_plain_inputs
 from .expert_modules import is_experts
 from .linear import is_dense
 from .nest_experts import nest_experts, require_finite_experts
@@ -63,10 +63,7 @@ def nest(
     """
     given, model = model, without_wrapper(model, "nest")
     plan = _checked_plan(model, codebook)
-    samples = None
-    if calibration is not None:
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        samples = read_samples(calibration, vocabulary, next(model.parameters()).device)
+    samples = None if calibration is None else _read(model, calibration)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
@@ -74,6 +71,11 @@ def nest(
     attach_quantizer(model, settings)
     tell_kept(model, plan)
     return given
+
+
+def _read(model: PreTrainedModel, calibration: Iterable) -> list[Tensor]:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return read_samples(calibration, vocabulary, next(model.parameters()).device)
 
 
 def unnest(model: PreTrainedModel) -> PreTrainedModel:

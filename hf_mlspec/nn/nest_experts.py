@@ -1,4 +1,4 @@
-"""How do the experts of a layer become nested, in their own memory where they may, and as they were where that fails?"""
+"""How do the experts of a layer become nested, in their own memory where they may, and dense again after an error?"""
 
 from __future__ import annotations
 

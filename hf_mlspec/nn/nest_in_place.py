@@ -31,9 +31,10 @@ _LEAST, _SHARE = 1 << 14, 256  # of so many parts of a weight one is packed at o
 
 
 def can_nest_in_place(module: nn.Module, owners: int, name: str = "weight") -> bool:
-    """Whether a weight ``[..., out, in]`` of a module may be overwritten: whole tiles of the CPU's order, in memory that nothing but so many
-    modules (``owners``) can see. An optimizer, an early_exit or a tensor that a caller holds, a part of a larger
-    memory, shared or file-backed memory: what sees more gets a nested weight beside it, and keeps its own.
+    """Whether a weight ``[..., out, in]`` of a module may be overwritten: whole tiles of the CPU's order, in memory
+    that nothing but so many modules (``owners``) can see. An optimizer, an early_exit or a tensor that a caller holds,
+    a part of a larger memory, shared or file-backed memory: what sees more gets a nested weight beside it, and keeps
+    its own.
 
     The tiles of a GPU need more than these 2 bytes: their draft tiles hold the exponents too.
     """

@@ -13,6 +13,7 @@ from ..formats import NestedWeight, Parts
 from ..formats.nested import NestedParts, fields_of, join
 from .experts import PackedExperts, stack_experts
 from .nested import ESCAPES
+from .packed import PackedModule
 from .switch import PrecisionSwitch
 
 MOST_WHOLE_ROWS = 0.01  # of an expert's rows, but one at least: those kept whole, as many for every expert
@@ -200,8 +201,18 @@ class NestedExperts(PackedExperts):
         for key in self.names:
             given, own = state_dict.get(f"{prefix}{key}_{ESCAPES[0]}"), self._parameters[f"{key}_{ESCAPES[0]}"]
             if f"{prefix}{key}_low" in state_dict and getattr(given, "shape", None) != getattr(own, "shape", None):
-                self._make_room(key, None if given is None else tuple(given.shape), self._parameters[f"{key}_low"].device)
+                shape, device = None if given is None else tuple(given.shape), self._parameters[f"{key}_low"].device
+                self._make_room(key, shape, device)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def require_whole(module: PackedModule, key: str, parts: Parts, name: str) -> None:
+    """ValueError or TypeError for what is damaged in the parts on disk of a module's weight ``key``, whether it is a
+    linear or holds nested experts."""
+    if isinstance(module, NestedExperts):
+        module.validate_parts(key, NestedParts(*parts), name)
+    else:
+        module.record.weight(*parts, name=name).validate(module.out_features, module.in_features)
 
 
 def is_nested_experts(module: nn.Module) -> bool:

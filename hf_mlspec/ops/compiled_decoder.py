@@ -87,10 +87,10 @@ class Experts:
     router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
     float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
     renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
-    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner, hidden]``,
-    rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate and up come
-    in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up and down, or
-    {}.
+    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner,
+    hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate
+    and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up
+    and down, or {}.
     """
 
     router: Tensor

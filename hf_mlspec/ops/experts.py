@@ -159,8 +159,8 @@ def _check_nested(given: Operands) -> None:
     parts = [given.draft_tiles, given.exponent_tiles, given.low_tiles]
     if any(part.ndim != 4 for part in parts) or len({len(part) for part in parts}) > 1 or not len(parts[0]):
         raise ValueError(
-            f"{given.op}: draft_tiles, exponent_tiles and low_tiles have shapes {[list(part.shape) for part in parts]},"
-            " expected 4 axes from prepack_nested, as many experts first"
+            f"{given.op}: draft, exponent and low tiles have shapes {[list(part.shape) for part in parts]}, expected "
+            "4 axes from prepack_nested, as many experts first"
         )
     given.require_part("codebook", torch.uint8, [len(parts[0]), LEVELS])
     require_nested_bits(given)

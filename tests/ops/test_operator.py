@@ -57,6 +57,9 @@ SCHEMAS = [
     "activation_bits, float activation_clip) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits) -> Tensor",
+    "nested_expert_rows(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, "
+    "Tensor? bias, Tensor experts, Tensor plan, int out_features, int weight_bits, int activation_bits, float slope, "
+    "float limit) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "

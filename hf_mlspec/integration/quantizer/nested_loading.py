@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...nn.castable import holds_draft, is_nested
+from ...nn.expert_modules import is_experts
 from ...nn.nest import kept_linears, nest_planned, tell_kept
 from ...nn.nest_plan import nothing_to_nest, plan_of
-from ...nn.expert_modules import is_experts
 from ...nn.nested import NestedEmbedding
 from ...nn.nested_experts import is_nested_experts
 from .checkpoint import Checkpoint

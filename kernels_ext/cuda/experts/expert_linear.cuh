@@ -77,8 +77,9 @@ struct ExpertCopier {
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
   }
-  // Behind the first weights, whose way is longer.
+  // Behind the first weights, whose way is longer, and which no kernel in front writes.
   __device__ __forceinline__ void begin_tokens() const {
+    wait_for_previous_kernel();
     if (threadIdx.x < V::kTokens) {
       const int pair = places[min(int(threadIdx.x), rows - 1)];
       pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / pairs_of_token;
@@ -116,11 +117,14 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   __shared__ int pairs[V::kTokens], tokens[V::kTokens];
   static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
   launch_dependents();
-  wait_for_previous_kernel();  // which may have written the plan
   const int tile = blockIdx.x / e.most_items;
   const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x % e.most_items);
-  const int expert = item[0], first = item[1], rows = item[2];
-  if (rows == 0) return;
+  // Whole, as nobody starts before the kernel that wrote it has ended (route.cu): which weights are read is known before the inputs are.
+  const int expert = __ldcg(item), first = __ldcg(item + 1), rows = __ldcg(item + 2);
+  if (rows == 0) {
+    wait_for_previous_kernel();  // a grid without rows ends behind those in front of it, too
+    return;
+  }
   const ParamsOf<typename V::Format> p = params_of<typename V::Format>(e, expert);
   int shift = 0;
   if constexpr (V::Format::kHasShift) shift = e.p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
