@@ -13,7 +13,14 @@ from .cuda_library import why_no_cuda_kernels
 from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
 from .expert_plans import plan_rows, route_rows
-from .experts import dense_expert_rows, int4_expert_rows, mxfp4_expert_rows, weighted_norm_rows, weighted_rows
+from .experts import (
+    dense_expert_rows,
+    int4_expert_rows,
+    mxfp4_expert_rows,
+    nested_expert_rows,
+    weighted_norm_rows,
+    weighted_rows,
+)
 from .hadamard import gated_hadamard, hadamard_rows
 from .int4 import int4_dequantize, int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
@@ -73,6 +80,7 @@ __all__ = [
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
+    "nested_expert_rows",
     "nested_linear",
     "nested_rows",
     "ordered_rows",

@@ -217,8 +217,11 @@ struct mlspec_delta_args {
   int64_t x_stride;
   const float* before[MLSPEC_DELTA_MAX_TAPS - 1];  // of the num_taps - 1 tokens before the first, the oldest first; null: there is none
   const float* taps;           // [num_taps][channels], of the oldest token first
+  const float* bias;           // [channels], of the convolution; null: none
   int64_t num_taps, channels;
   int64_t q_at, k_at, v_at;    // the first of the head's channels
+  bool additive;               // S = decay S + k (beta v)^T;  out = S^T q + skip v, with keys and queries as they are: Mamba-2
+  float skip;
   int64_t key_dim, value_dim;
   const float *decay, *beta;   // of token t: [t * x_stride]
   const float* from;           // S before the first token, [key_dim][value_dim]; null: zeros

@@ -113,7 +113,7 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   args.bias = bias ? own_bias.const_data_ptr() : nullptr;
   args.bias_is_float32 = !bias_is_bf16;
   args.out = y.mutable_data_ptr();
-  args.overlap = call.overlap();
+  args.overlap = weight.may_overlap && call.overlap();
   args.stream = call.stream();
   const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
   const Tensor partial = hopper ? room_for_sums(weight, x) : Tensor();

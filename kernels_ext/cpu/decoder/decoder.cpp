@@ -51,6 +51,8 @@ void Decoder::prepare(Pass& pass, int threads) {
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), heads = shape.heads * shape.head_dim;
   const int64_t context = std::max(heads, delta.values());
   w.bits = pass.bits;
+  if (pass.choose) pass.widths.assign(2 * layers.size(), 1);
+  w.widths = pass.widths.empty() ? nullptr : &pass.widths;
   planes_missing = false;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
@@ -75,7 +77,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   reserve_dense(threads);
   reserve_tables();
   reserve_adapters(n);
-  reserve_experts(n);
+  reserve_experts(threads, n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
@@ -259,7 +261,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
     tap(team, pass, pending, i);
-    const bool adapted = layer.gate.adapter || layer.up.adapter;
+    const bool keeps = layer.gate.adapter || layer.up.adapter || pass.choose;
     const Linear* const o[] = {layer.delta ? &layer.delta->out : &layer.o};
     if (layer.delta) {
       normalize(team, n, pending, layer.attention_norm, shares_inputs(*layer.delta) ? &layer.delta->qkv : nullptr);
@@ -267,7 +269,9 @@ void Decoder::forward(Team& team, Pass& pass) {
     } else {
       const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
       const int64_t parts = shape.grouped_qkv ? 1 : 3;
-      normalize(team, n, pending, layer.attention_norm, &layer.q, layer.q.adapter || layer.k.adapter || layer.v.adapter);
+      const bool adapted = layer.q.adapter || layer.k.adapter || layer.v.adapter;
+      normalize(team, n, pending, layer.attention_norm, &layer.q, adapted || pass.choose);
+      choose_width(team, pass, 2 * i, n);
       multiply(team, qkv, parts, w.qkv.data(), width, false, n);
       add_adapters(team, qkv, parts, w.normed.data(), w.qkv.data(), width, n);
       attention(team, pass, layer);
@@ -276,12 +280,15 @@ void Decoder::forward(Team& team, Pass& pass) {
     float* const out = pending.waits ? w.block.data() : w.hidden.data();
     multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
     add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
+    if (shape.no_mlp) continue;
     if (shape.parallel) {  // both wait in `block` until the next norm
-      normalize(team, n, {}, layer.mlp_norm, inner, adapted);
+      normalize(team, n, {}, layer.mlp_norm, inner, keeps);
+      choose_width(team, pass, 2 * i + 1, n);
       mlp(team, n, layer, w.block.data(), true);
       continue;
     }
-    normalize(team, n, pending, layer.mlp_norm, inner, adapted);
+    normalize(team, n, pending, layer.mlp_norm, inner, keeps);
+    choose_width(team, pass, 2 * i + 1, n);
     pending = {static_cast<bool>(layer.mlp_out_norm), layer.mlp_out_norm};
     if (layer.experts) {
       visit_experts(team, *layer.experts, n, pending.waits);

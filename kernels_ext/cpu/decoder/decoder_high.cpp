@@ -7,7 +7,7 @@
 namespace mlspec {
 
 bool Decoder::adds_high(const Linear& linear) const {
-  return linear.format == WeightFormat::kZipper && linear.at(work_->bits).weight == kZipperWhole;
+  return linear.format == WeightFormat::kZipper && linear.at(asked(linear)).weight == kZipperWhole;
 }
 
 // Whether its low part meets integers, and its high part the inputs as they are.

@@ -71,6 +71,8 @@ struct Linear {
 
   LowRank adapter;  // of a layer's linears but its experts
 
+  int64_t block = -1;  // 2 i of the attention of layer i, 2 i + 1 of its MLP; -1: none that Pass::widths speaks of
+
   float activation_clip = 1.0f;  // int4: mlspec_acts::clip of its activations
 
   // Whether a call has a choice.
