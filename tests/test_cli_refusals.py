@@ -52,6 +52,19 @@ def test_a_bad_option_is_refused(capsys, saved_model, prompts, change, message):
     assert message in refusal(capsys, "verify", saved_model, "--prompts", prompts, *change)
 
 
+def test_words_of_levels_are_listed_once(capsys, saved_model, prompts):
+    line = refusal(capsys, "verify", saved_model, "--prompts", prompts, "--level", "mxfp5")
+    words = line.partition("words are ")[2].strip().split(", ")
+    assert len(words) == len(set(words))
+    assert [word for word in words if word.startswith("planes")] == ["planes1 ... planes7"]
+
+
+def test_a_head_is_no_model(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}')
+    line = refusal(capsys, "generate", "--model", tmp_path, "--prompt", "x", "--level", "mxfp4")
+    assert f"{str(tmp_path)!r} holds a trained head, which is no model: give it as a level of its target" in line
+
+
 @pytest.mark.parametrize(("word", "message"), [
     ("-1", "--stream-interval: -1 is no time between events"), ("inf", "--stream-interval: inf is no time"),
     ("nan", "--stream-interval: nan is no time"), ("soon", "--stream-interval: invalid interval value: 'soon'")])

@@ -35,7 +35,8 @@ def apart(monkeypatch):
     "import transformers", "def test(): from transformers import AutoConfig", "import hf_mlspec",
     "from hf_mlspec import generate", "from hf_mlspec.nn.replace import direct_cast", "import lm_eval",
     "from models import tiny", "import subprocess", "import importlib", "import a_package_nobody_knows",
-    "from hf_mlspec.evaluation import *", "def test(saved_model): pass",
+    "from hf_mlspec.evaluation import *", "from hf_mlspec.evaluation import certify", "def test(saved_model): pass",
+    "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    import transformers",
     "import pytest\n@pytest.mark.usefixtures('saved_model')\ndef test(): pass"])
 def test_whoever_meets_transformers_is_not_spared(apart, text):
     assert not apart(text)
@@ -43,7 +44,9 @@ def test_whoever_meets_transformers_is_not_spared(apart, text):
 
 @pytest.mark.parametrize("text", [
     "import torch", "from hf_mlspec.formats import mxfp4", "from hf_mlspec import NGram",
-    "from hf_mlspec.speculation.drafters.ngram import NGram", "def test(tmp_path): pass"])
+    "from hf_mlspec.speculation.drafters.ngram import NGram", "def test(tmp_path): pass",
+    "from hf_mlspec.evaluation import what_changed",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"])
 def test_whoever_does_not_is(apart, text):
     assert apart(text)
 
@@ -52,6 +55,12 @@ def test_a_fixture_of_the_folder_counts(apart):
     assert not apart("def test(tiny_model): pass", "nn")
     assert not apart("def test(runners): pass", "integration")
     assert apart("def test(linear): pass", "nn")
+
+
+def test_whose_processes_were_read_is_there_and_no_other_file_starts_any():
+    assert [file for file in SCAN["READ"] if not file.is_file()] == []
+    assert SCAN["is_apart"](ROOT / "tests" / "evaluation" / "test_journal.py")
+    assert not SCAN["is_apart"](ROOT / "tests" / "test_no_network.py")
 
 
 def test_some_files_are_spared_and_others_are_not():

@@ -57,6 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
     parser.add_argument("--methods", nargs="+", help="of quantize (default: rtn, quarot, and with a text their gptq)")
+    parser.add_argument("--dampings", nargs="+", type=float, metavar="X",
+                        help="of GPTQ, a line of every method with it each (default: one, quantize's own)")
     parser.add_argument("--clips", nargs="+", metavar="CLIP",
                         help='of 4-bit activations, a line each, "auto" among them (default: one, the method\'s own)')
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's test.jsonl: as many prompts of it are continued, too")
@@ -88,16 +90,27 @@ def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
 
 
 def int4_model(args: argparse.Namespace, name: str, calibration: object, tokenizer) -> nn.Module:
-    """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is."""
+    """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is,
+    or ", damping X"."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     method, _, given = name.partition(", ")
     options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
+    if given.startswith("damping "):
+        options["damping"] = float(given.removeprefix("damping "))
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
-                               rotations=args.learned if given else None,
+                               rotations=args.learned if given == "learned" else None,
                                activation_clip="auto" if "auto" in (args.clips or ()) else None)  # fmt: skip
     print(f"{name}: {found.seconds:.0f} s, {(found.peak_bytes or 0) / 2**20:.0f} MiB at the peak so far",
           file=sys.stderr, flush=True)  # fmt: skip
     return model
+
+
+def damped(methods: tuple[str, ...], dampings: list[float] | None) -> tuple[str, ...]:
+    """The names of methods, those with GPTQ once for each damping."""
+    if not dampings:
+        return methods
+    each = [[f"{method}, damping {own:g}" for own in dampings] if "gptq" in method else [method] for method in methods]
+    return tuple(name for names in each for name in names)
 
 
 def clipped(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str, ...]) -> tuple[list, tuple]:
@@ -168,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
              "solutions": solutions_of(tasks[: args.solutions], tokenizer)}  # fmt: skip
     prompts = prompts_by_source(args, tasks, tokenizer)
     methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
-    methods = tuple(args.methods or methods)
+    methods = damped(tuple(args.methods or methods), args.dampings)
     if args.learned is not None:
         learn(args, tokenizer)
         methods += () if any(", learned" in method for method in methods) else ("quarot+gptq, learned",)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.whole_file import written_whole
 from ..evaluation.changed import what_changed
 from ..evaluation.journal import Journal
 
@@ -28,7 +28,7 @@ class OutputFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "job.jsonl").exists():
             raise ValueError(f"OUTPUT {path!r} holds other files: name a new folder, or one of this job")
         self._journal = Journal(self.path / "job.jsonl", asked, elsewhere="name another OUTPUT")
-        for left in self.path.glob("*.tmp"):
+        for left in self.path.glob("part-*.jsonl.*"):  # of a process that was killed while it wrote
             left.unlink()
 
     def __enter__(self) -> OutputFolder:
@@ -49,20 +49,14 @@ class OutputFolder:
     def write(self, index: int, lines: Iterable[dict[str, Any]], counts: dict[str, int]) -> None:
         """The answers of a piece: on the disk under another name first, then renamed. ValueError, saying what to do,
         where they cannot be written; nothing of them is left then."""
-        place, text = self.file(index), "".join(json.dumps(line) + "\n" for line in lines)
-        beside = place.with_suffix(".tmp")
+        place = self.file(index)
         try:
-            with open(beside, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, place)
+            with written_whole(place) as beside:
+                beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             self._sync()
             if place.name not in self._journal:
                 self._journal.add(place.name, counts)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             raise ValueError(f"{place} cannot be written: {error.strerror or error}; make room, and give the same "
                              "command again: what is finished stays") from error
 

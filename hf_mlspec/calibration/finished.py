@@ -29,7 +29,7 @@ class FinishedBlocks:
         self.folder = Path(folder)
         file = self.folder / _IDENTITY
         identity = json.loads(json.dumps(identity))
-        if file.exists():
+        if file.exists() and not self._is_empty(_stored(file), identity):
             _require_same(self.folder, _stored(file), identity)
             return
         if self.folder.exists() and (not self.folder.is_dir() or any(map(_is_other, self.folder.iterdir()))):
@@ -37,6 +37,10 @@ class FinishedBlocks:
         self.folder.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as aside:
             aside.write_text(json.dumps(identity, indent=1), encoding="utf-8")
+
+    def _is_empty(self, stored: dict[str, Any], identity: dict[str, Any]) -> bool:
+        """Whether a run left nothing but its identity: another one may take the folder."""
+        return bool(stored.keys() & identity.keys()) and not any(self.folder.glob("block_*"))
 
     def __contains__(self, index: int) -> bool:
         return self._file(index).exists()
@@ -71,8 +75,8 @@ class FinishedBlocks:
 
 
 def _is_other(file: Path) -> bool:
-    """Whether a file is not what a run leaves that was killed before the identity had its name."""
-    return not file.name.startswith(f"{_IDENTITY}.")
+    """Whether a file is not what a run leaves that ended before its first block."""
+    return not f"{file.name}.".startswith(f"{_IDENTITY}.")
 
 
 def _stored(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..calibration.pipeline import LayerReport
 from ..integration.quantizer.calibrated_folder import CalibratedFolder, calibrate_folder
+from ..integration.quantizer.calibration_request import AUTO
 from ..integration.quantizer.config import MLSpecConfig
 from .picture import require_picture
 from .tables import say, show
@@ -34,7 +35,11 @@ def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
         raise ValueError("--method chooses codes on a text: name its file with --calibration")
     if args.plot is not None:
         require_picture(args.plot)
+    if args.evaluate is None and args.evaluate_tokens is not None:
+        raise ValueError("--evaluate-tokens counts tokens of a text: name its file with --evaluate")
     options = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    if args.activation_clip == AUTO:
+        options["activation_clip"] = AUTO
     found = calibrate_folder(args.model, args.out, args.method, config, calibration=args.calibration,
                              max_shard_size=args.max_shard_size, dtype=args.dtype, overwrite=args.overwrite,
                              **options)

@@ -12,6 +12,7 @@ from rich.console import Console
 from ..calibration.methods import format_of
 from ..formats import FORMATS, Option, options
 from ..integration.levels.load import hide_progress_bars
+from ..integration.quantizer.calibration_request import AUTO
 from ..integration.quantizer.config import MLSpecConfig
 from ..integration.quantizer.folder import Quantized, quantize_folder
 from .calibrate import require_no_method, run_calibrated
@@ -22,8 +23,9 @@ from .tables import say, show
 def run_quantize(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in options()}
     format = format_of(args.method) if args.format is None and args.method is not None else args.format
+    searched = args.method is not None and args.activation_clip == AUTO  # by the method, which a config has not
     settings |= {"format": format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
-                 "activation_clip": args.activation_clip, "kv_cache": args.kv_cache}
+                 "activation_clip": None if searched else args.activation_clip, "kv_cache": args.kv_cache}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
     require_dtype(args.dtype, "auto")
     if args.json or not sys.stderr.isatty():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from .rows import ACTIVATIONS
 # mlspec::PlaneReader
 PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)  # mlspec::ChooseWidth
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -85,10 +87,10 @@ class Experts:
     router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
     float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
     renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
-    BF16, F32, MXFP4 or INT4; their tensors, biases too, have a first axis of experts: ``[count, 2 inner, hidden]``,
-    rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate and up come
-    in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up and down, or
-    {}.
+    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner,
+    hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate
+    and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up
+    and down, or {}.
     """
 
     router: Tensor
@@ -237,6 +239,22 @@ def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
     decoder.set_plane_reader(*(ctypes.cast(one, ctypes.c_void_p).value for one in (begin, end)))
 
 
+def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
+    """What `choose_widths` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
+    hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
+
+    def chosen(block: int, address: int, tokens: int) -> int:
+        numbers = (ctypes.c_float * (tokens * hidden)).from_address(address)
+        return choose(block, torch.frombuffer(numbers, dtype=torch.float32).view(tokens, hidden))
+
+    return ChooseWidth(chosen)
+
+
+def address_of(callback: ChooseWidth) -> int:
+    """Where compiled code calls it; it has to live as long as the call."""
+    return ctypes.cast(callback, ctypes.c_void_p).value
+
+
 def set_linear(decoder, name: str, weight: Weight) -> None:
     """Give the newest layer its linear `name` (q, k, v, o, gate, up, down, or delta_* of a delta net), or the decoder
     its head. ValueError naming what does not fit: q, k and v share their inputs and so their order, as do gate and
@@ -278,6 +296,12 @@ def set_experts(decoder, experts: Experts) -> None:
     if experts.clamp is not None:
         decoder.set_pairs(*experts.clamp)
     for name, weight in (("up", experts.up), ("down", experts.down)):
+        if weight.format == NESTED:
+            tiles = weight.weight, weight.scale, weight.low, weight.codebook
+            escapes = weight.escape_rows, weight.escape_weight
+            shape = weight.in_features, weight.out_features
+            decoder.set_nested_experts(name, *shape, *tiles, *escapes, weight.bias, *weight.bits)
+            continue
         tensors = weight.weight, weight.scale, weight.zero, weight.bias
         shape = weight.format, weight.in_features, weight.out_features
         decoder.set_experts(name, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
@@ -301,7 +325,7 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
         return
     if weight.format == ZIPPER:
         tiles = weight.weight, weight.scale, weight.high
-        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, weight.bits.weight)
+        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, *weight.bits)
         return
     if weight.outliers:
         decoder.set_outliers(name, *shape, weight.weight, weight.scale, weight.bias, weight.bits.activation or 16)

@@ -153,7 +153,8 @@ typedef void (*mlspec_hadamard_fn)(const struct mlspec_hadamard* how, int64_t wi
 // The sparse high part of a weight in two (hf_mlspec/formats/zipper/sparse.py), over sums of groups of 4 inputs.
 enum { MLSPEC_ZIPPER_GROUP = 4, MLSPEC_ZIPPER_SUMS = 16, MLSPEC_ZIPPER_LANES = 8 };
 struct mlspec_zipper_args {
-  const float* tables;   // [in / 4][16 patterns][lanes]: sums of some of 4 inputs
+  const float* tables;   // [16 patterns][groups][lanes]: sums of some of the 4 inputs of a group
+  int64_t groups;        // in / 4
   int64_t lanes;         // 8: of eight rows of x; 1: of one
   int64_t rows;          // of these lanes, 1 to lanes; the sums of the others are zeros
   const int32_t* starts; // [out + 1]

@@ -122,13 +122,13 @@ def test_a_run_goes_on_where_another_one_ended(source, tmp_path):
         run(source, tmp_path / "out", [Echo(break_off)])
     done = contents(tmp_path / "out")
     assert 3 <= len(done) <= 4
-    (tmp_path / "out" / "part-00007.tmp").write_text("half a")  # of a process that was killed
+    (tmp_path / "out" / "part-00007.jsonl.0123456789abcdef").write_text("half a")  # of a process that was killed
     second = Echo()
     summary = run(source, tmp_path / "out", [second])
     assert summary.before == 5 * len(done)
     assert second.answered == list(range(summary.before + 1, 48))
     assert lines(tmp_path / "out") == list(range(1, 48))
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob("*.jsonl.*"))
     again = run(source, tmp_path / "out", [third := Echo()])
     assert (again.before, again.lines, again.new_tokens, third.loads) == (47, 47, 94, 0)
     (tmp_path / "out" / "part-00002.jsonl").unlink()
@@ -169,7 +169,7 @@ def test_a_full_disk_is_one_error_and_leaves_what_is_finished(source, tmp_path):
             run(source, tmp_path / "out", [Echo(fill)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob("*.jsonl.*"))
     assert lines(tmp_path / "out") in ([*range(1, 6)], [*range(1, 11)])
     run(source, tmp_path / "out", [Echo()])
     assert lines(tmp_path / "out") == list(range(1, 48))

@@ -87,9 +87,20 @@ def test_the_lines_of_the_picture_are_the_layers():
     (["--samples", "1000", "--tokens", "64"], "1000 samples of 64 need 64000"),
     (["--plot", "p.jpeg"], "--plot is 'p.jpeg'; a picture's name ends with .png, .svg, .pdf"),
     (["--plot", "nowhere/p.png"], "that folder does not exist"),
+    (["--samples", "9", "--tokens", "3000"], "9 samples of 3000 need 27000: give a longer text, or at most 1 samples"),
+    (["--samples", "4", "--tokens", "600"], "has 600 tokens, the model 512 positions: give samples of at most 512"),
+    (["--calibration", "short.txt"], "has 9 tokens, 32 samples of 512 need 16384: give a longer text\n"),
+    (["--calibration", "short.txt", "--samples", "3"], "give a longer text, or samples of at most 3 tokens\n"),
+    (["--calibration", "empty.txt"], "calibration file 'empty.txt' is empty; give a text file"),
+    (["--calibration", "nul.txt"], "'nul.txt' is no text (a NUL character at 3): give a text file"),
+    (["--calibration", "latin.txt"], "'latin.txt' is no UTF-8 text"),
+    (["--calibration", "."], "calibration file '.' is a folder; give a text file"),
     (["--evaluate", "nowhere.txt"], "text file 'nowhere.txt' does not exist")])
 def test_a_bad_call_is_refused_and_writes_nothing(capsys, saved_model, text, tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
+    written = {"short": b"some text", "empty": b" \n", "nul": b"abc\0def", "latin": b"caf\xe9"}
+    for name, data in written.items():
+        (tmp_path / f"{name}.txt").write_bytes(data)
     assert words in refusal(capsys, *command(saved_model, text, tmp_path, *change))
     assert not (tmp_path / "out").exists()
 
@@ -104,6 +115,30 @@ def test_a_picture_without_matplotlib_is_refused(capsys, saved_model, text, tmp_
 def test_options_of_calibration_go_with_a_method(capsys, saved_model, tmp_path, option):
     line = refusal(capsys, "quantize", saved_model, tmp_path / "other", *option)
     assert f"{option[0]} goes with --method" in line
+
+
+def test_tokens_to_evaluate_go_with_their_text(capsys, saved_model, text, tmp_path):
+    words = command(saved_model, text, tmp_path, *SIZES)
+    at = words.index("--evaluate")
+    assert "name its file with --evaluate" in refusal(capsys, *words[:at], *words[at + 2 :])
+
+
+def test_a_clip_is_searched(capsys, saved_model, text, tmp_path):
+    words = command(saved_model, text, tmp_path, *SIZES, "--activation-clip", "auto", "--kv-cache", "int4")
+    assert main(words) == 0
+    assert "divergence of 4-bit activations by clip: 1: " in capsys.readouterr().out
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
+    found = config.calibration["clip_search"]
+    assert config.activation_clip == float(min(found, key=found.get))
+    assert config.kv_cache == "int4"
+
+
+def test_a_run_that_failed_before_its_first_block_does_not_stand_in_the_way(capsys, saved_model, text, tmp_path):
+    words = command(saved_model, text, tmp_path, *SIZES)
+    line = refusal(capsys, *words, "--damping", "1e-30")
+    assert "model.layers.0.self_attn.q_proj: the Hessian" in line
+    assert "raise the damping" in line
+    assert main([*words, "--damping", "0.2"]) == 0
 
 
 def test_a_method_brings_its_format_and_keys_and_values_go_with_it(saved_model, text, tmp_path):

@@ -138,6 +138,9 @@ def test_what_does_not_fit_together_is_refused_by_the_config(given, words):
 @pytest.mark.parametrize(("given", "error", "words"), [
     ({"calibration": TEXTS, "samples": 1000}, ValueError, "1000 samples of 512 need 512000: give a longer text"),
     ({"calibration": TEXTS, "samples": 0}, ValueError, "samples is 0, it must be a positive number"),
+    ({"calibration": ROWS, "samples": 0}, ValueError, "samples is 0, it must be a positive number"),
+    ({"calibration": TEXTS[0]}, ValueError, r"calibration is a text of \d+ characters, not the name of a file"),
+    ({"calibration": [TEXTS[0], 5]}, TypeError, r"calibration\[1\] is a int, and calibration\[0\] is a text"),
     ({"calibration": "nowhere.txt"}, ValueError, "calibration file 'nowhere.txt' does not exist"),
     ({"calibration": [[3, 300]]}, ValueError, "holds token 300, the model has 258"),
     ({"calibration": [[3] * 600]}, ValueError, "has 600 tokens, the model 512 positions"),

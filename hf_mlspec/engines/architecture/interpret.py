@@ -201,7 +201,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has a replaced forward ({place})"
         if id(module) in of_others or is_lora(module):
             continue
-        known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
+        known = type(module) in _BLOCKS or isinstance(module, PackedExperts) or _is_packed(module)
         known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)
         if not known:

@@ -65,7 +65,7 @@ FORMAT = Format(
     least_bits=lambda least_planes=1, **options: least_planes,
     weights_called="planes with tables",
     remedy="load a checkpoint that has them (Any-Precision) with hf_mlspec.load",
-    level_examples=("planes3 ... planes7",),
+    level_examples=("planes1 ... planes7",),  # as of bit-planes: messages list each word once
     options=(NUM_PLANES, Option("least_planes", 1, "of the smallest table, 1 to num_planes", require=_require_count,
                                 shapes=True, read=int)),
     reads_part=True,

@@ -20,6 +20,7 @@ from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
 from ..quantizer.gpt_oss_loading import is_original_folder, load_original
 from ..quantizer.source_config import is_gguf, loading_options
+from .words import require_no_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of tokenizers -> of GGUF files
@@ -59,6 +60,7 @@ def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transform
     """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
     ValueError, in one line, where there is none."""
     require_own_shards(path)
+    require_no_head(path)
     try:
         if is_gguf(path):
             return load_gguf(path, dtype=dtype, **options)

@@ -63,9 +63,9 @@ def calibrate_folder(
     keep_in_cache(model, config)
     folder = Path(f"{target.rstrip('/')}.blocks")
     names = "activation_bits", "skip_modules", "activation_clip"
-    given = {name: getattr(config, name) for name in names} | config.format_settings
+    given = {name: getattr(config, name) for name in names} | config.format_settings | options
     found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
-                     **given, **options)  # fmt: skip
+                     **given)  # fmt: skip
     if windows:
         perplexity |= {word: _perplexity(model, windows, word) for word in _precisions(model)}
     done = time.perf_counter()

@@ -9,8 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...calibration.samples import windows
+from ...calibration.samples import require_counts, windows
 from .encoded_text import encode
+
+_LONGEST_NAME = 4096  # characters of a path, where systems have a limit
 
 
 def rows_of(
@@ -24,12 +26,14 @@ def rows_of(
     ValueError for a file that cannot be read or is shorter than asked, a row of a data set without "text" and
     "input_ids", and texts without ``tokenizer``; TypeError for what is none of these, and no tokenizer.
     """
+    require_counts(samples, tokens)
     if isinstance(calibration, Mapping):  # a DatasetDict, or what a tokenizer returns
         names = sorted(map(str, calibration))
         raise TypeError(f"calibration is a {type(calibration).__name__} with {names}: give one of them")
     if not isinstance(calibration, (str, os.PathLike, Iterable)) or isinstance(calibration, bytes):
         raise TypeError(f"calibration is {calibration!r}: give a text file, texts, a data set or rows of token ids")
     if isinstance(calibration, (str, os.PathLike)):
+        _require_name(calibration)
         texts: Iterator[str] = iter([_read(Path(calibration), "calibration file")])
     else:
         rows = iter(calibration)
@@ -60,11 +64,22 @@ def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = Non
     return encode(_read(Path(file), "text file"), tokenizer, most).tolist()
 
 
+def _require_name(calibration: str | os.PathLike) -> None:
+    """ValueError for a text in place of a file's name."""
+    said = os.fspath(calibration)
+    if "\n" in said or len(said) > _LONGEST_NAME:
+        raise ValueError(f"calibration is a text of {len(said)} characters, not the name of a file: give a list of "
+                         "texts, [text]")  # fmt: skip
+
+
 def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> array:
     """Ids of all texts, one behind the other. A list that need not end, such as a streamed data set, is read for 8
     times as many as are needed."""
     ids = array("q")
-    for text in texts:
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"calibration[{index}] is a {type(text).__name__}, and calibration[0] is a text: give "
+                            "texts alone, or rows of token ids alone")  # fmt: skip
         ids += encode(text, tokenizer)
         if len(ids) >= 8 * needed:
             break
@@ -73,8 +88,14 @@ def _stream(texts: Iterator[str], tokenizer: Any, needed: int) -> array:
 
 def _read(file: Path, what: str) -> str:
     if not file.is_file():
-        raise ValueError(f"{what} {str(file)!r} does not exist; give a text file")
+        there = "is a folder" if file.is_dir() else "does not exist"
+        raise ValueError(f"{what} {str(file)!r} {there}; give a text file")
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is no UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not text.strip():
+        raise ValueError(f"{what} {str(file)!r} is empty; give a text file")
+    if "\0" in text:
+        raise ValueError(f"{str(file)!r} is no text (a NUL character at {text.index(chr(0))}): give a text file")
+    return text

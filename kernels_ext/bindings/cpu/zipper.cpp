@@ -101,6 +101,7 @@ Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high
       });
       mlspec_zipper_args args = given.high;
       args.tables = to;
+      args.groups = given.in / MLSPEC_ZIPPER_GROUP;
       args.lanes = pass.lanes;
       args.rows = pass.rows;
       args.y = own + first * given.out;

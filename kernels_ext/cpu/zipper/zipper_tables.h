@@ -1,5 +1,6 @@
 // What do sparse high parts add? Of every 4 inputs the sums of some of them: that of a pattern is the sum of the pattern without its
-// last input, and that input.
+// last input, and that input. A pattern's sums of all groups lie together: most terms add one input, and these four patterns, a
+// quarter of the tables, stay in the cache.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -10,9 +11,10 @@ namespace mlspec {
 
 inline int64_t zipper_table_floats(int64_t in) { return in / MLSPEC_ZIPPER_GROUP * MLSPEC_ZIPPER_SUMS; }
 
-// x: bfloat16 [in]; tables [in / 4][16][lanes], of which lane `lane` is written.
+// x: bfloat16 [in]; tables [16][in / 4][lanes], of which lane `lane` is written.
 inline void zipper_tables(const uint16_t* x, int64_t in, int64_t lanes, int64_t lane, float* tables) {
-  for (int64_t group = 0; group < in / MLSPEC_ZIPPER_GROUP; ++group) {
+  const int64_t groups = in / MLSPEC_ZIPPER_GROUP;
+  for (int64_t group = 0; group < groups; ++group) {
     float sums[MLSPEC_ZIPPER_SUMS] = {0.0f};
     for (int place = 0; place < MLSPEC_ZIPPER_GROUP; ++place) {
       const uint32_t bits = static_cast<uint32_t>(x[group * MLSPEC_ZIPPER_GROUP + place]) << 16;
@@ -20,8 +22,8 @@ inline void zipper_tables(const uint16_t* x, int64_t in, int64_t lanes, int64_t 
       std::memcpy(&value, &bits, sizeof value);
       for (int pattern = 0; pattern < 1 << place; ++pattern) sums[pattern | 1 << place] = sums[pattern] + value;
     }
-    float* const to = tables + group * MLSPEC_ZIPPER_SUMS * lanes + lane;
-    for (int pattern = 0; pattern < MLSPEC_ZIPPER_SUMS; ++pattern) to[pattern * lanes] = sums[pattern];
+    float* const to = tables + group * lanes + lane;
+    for (int pattern = 0; pattern < MLSPEC_ZIPPER_SUMS; ++pattern) to[pattern * groups * lanes] = sums[pattern];
   }
 }
 

@@ -1,0 +1,27 @@
+"""Does `eval.rotations` make a line of every method with GPTQ for each damping?"""
+
+from __future__ import annotations
+
+import pytest
+from programs import program
+
+pytestmark = pytest.mark.usefixtures("from_the_root")
+
+
+@pytest.mark.parametrize(("dampings", "expected"), [
+    (None, ("rtn", "gptq", "quarot+gptq")),
+    ([0.01, 0.1], ("rtn", "gptq, damping 0.01", "gptq, damping 0.1", "quarot+gptq, damping 0.01",
+                   "quarot+gptq, damping 0.1"))])  # fmt: skip
+def test_methods_with_gptq_have_a_line_for_each_damping(dampings, expected):
+    assert program("rotations").damped(("rtn", "gptq", "quarot+gptq"), dampings) == expected
+
+
+def test_the_damping_of_a_line_is_that_of_its_codes(saved_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    files = ["--text", str(tmp_path), "--humaneval", str(tmp_path), "--model", str(saved_model)]
+    args = program("rotations").parse([*files, "--group-size", "32", "--dampings", ".01", "--samples", "1"])
+    tokenizer, ids = AutoTokenizer.from_pretrained(saved_model), [[3, 4, 5] * 20]
+    made = [program("rotations").int4_model(args, name, ids, tokenizer) for name in ("gptq", "gptq, damping 0.01")]
+    told = [model.config.quantization_config.calibration["damping"] for model in made]
+    assert told == [0.1, 0.01]
