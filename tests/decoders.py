@@ -146,11 +146,22 @@ _DELTA = {
 _DELTA_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _DELTA_EXPERTS |= {"shared_expert_intermediate_size": 64}
 _OF_THE_CPU = {"hunyuan": ("HunYuanDenseV1Config", {"head_dim": 24})}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_chunk_size": 8}
+_GRANITE = {**_MAMBA, "mamba_n_groups": 1, "layer_types": ["mamba", "attention", "mamba"]}
+_GRANITE |= {"shared_intermediate_size": 176, "num_local_experts": 0, "num_experts_per_tok": 0}
+_GRANITE |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.3}
+_GRANITE |= {"logits_scaling": 0.5, "attention_multiplier": 0.2}
+_MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "chunk_size": 8}
 _HYBRIDS = {
     "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
     "qwen3.5-taps": ("Qwen3_5TextConfig", {**_DELTA, "linear_conv_kernel_dim": 2, "linear_num_key_heads": 4}),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_DELTA_EXPERTS}),
     "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
+    "mamba2": ("Mamba2Config", _MAMBA2),
+    "mamba2-whole-norm": ("Mamba2Config", {**_MAMBA2, "n_groups": 1, "use_conv_bias": False, "use_bias": True}),
+    "bamba": ("BambaConfig", {**_MAMBA, "mamba_n_groups": 2, "attn_layer_indices": [1]}),
+    "granite-hybrid": ("GraniteMoeHybridConfig", {**_GRANITE, "position_embedding_type": None}),
+    "granite-hybrid-rotated": ("GraniteMoeHybridConfig", {**_GRANITE, "position_embedding_type": "rope"}),
 }
 
 
@@ -162,7 +173,7 @@ def _there(configs: dict) -> dict:
 CONFIGS |= _there(_LATER)
 # What the decoder of the CPU computes, those of GPUs not all.
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
-# Gated delta nets beside attention; modules compute these in float32, whatever the model is in.
+# Gated delta nets, or Mamba-2, mostly beside attention; modules compute these in float32, whatever the model is in.
 HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

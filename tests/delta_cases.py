@@ -23,6 +23,43 @@ class Net(NamedTuple):
     shift: Tensor
     norm: Tensor
     eps: float
+    bias: Tensor | None = None
+    skip: Tensor | None = None
+    normed: int | None = None  # None: elements of a head
+
+
+def added_numbers(
+    dtype: torch.dtype = torch.float32, sizes: list[int] = SIZES, taps: int = 4, normed: int = 16, device: str = "cpu"
+) -> tuple[Tensor, None, Net]:
+    """Of two rows all tokens, and a layer of Mamba-2."""
+    torch.manual_seed(0)
+    heads, values = sizes[1], sizes[1] * sizes[3]
+    channels = 2 * sizes[0] * sizes[2] + values
+    tokens = torch.randn(2, LENGTH, values + channels + heads)
+    net = [torch.randn(taps, channels) / 2, -torch.rand(heads) - 0.1, torch.randn(heads), torch.rand(values) + 1]
+    net, more = [part.to(device) for part in net], [torch.randn(channels) / 4, torch.randn(heads)]
+    return tokens.to(device, dtype), None, Net(*net, 1e-6, *(part.to(device) for part in more), normed)
+
+
+def added_exact(tokens: Tensor, net: Net, sizes: list[int] = SIZES) -> Tensor:
+    """All tokens of a row of Mamba-2 in float64: a state, its step and what it says as in the paper, one by one."""
+    keys, heads, dim, width = sizes
+    tokens, count, values = tokens.double(), len(net.taps), heads * width
+    gates, x, steps = tokens.split([values, net.taps.shape[1], heads], 1)
+    x = F.pad(x, (0, 0, count - 1, 0))
+    x = F.silu(sum(x[tap : tap + LENGTH] * net.taps[tap] for tap in range(count)) + net.bias)
+    v, k, q = x.split([values, keys * dim, keys * dim], 1)
+    v, k, q = v.unflatten(1, (heads, width)), k.unflatten(1, (keys, dim)), q.unflatten(1, (keys, dim))
+    steps = F.softplus(steps + net.shift)
+    out = torch.empty(LENGTH, heads, width, dtype=torch.float64)
+    for head in range(heads):
+        state, own = torch.zeros(width, dim, dtype=torch.float64), head // (heads // keys)
+        for t in range(LENGTH):
+            taken = steps[t, head] * torch.outer(v[t, head], k[t, own])
+            state = torch.exp(net.rate[head] * steps[t, head]) * state + taken
+            out[t, head] = state @ q[t, own] + net.skip[head] * v[t, head]
+    out = (out.flatten(1) * F.silu(gates)).view(LENGTH, -1, net.normed)
+    return (out / (out.square().mean(-1, keepdim=True) + net.eps).sqrt()).flatten(1) * net.norm
 
 
 def numbers(
@@ -61,23 +98,27 @@ def exact(qkvz: Tensor, ba: Tensor, net: Net) -> Tensor:
 class Rows:
     """Two rows that are fed from any token that their states reach."""
 
-    def __init__(self, qkvz: Tensor, ba: Tensor, net: Net, sizes: list[int] = SIZES, behind: int = 0):
+    def __init__(self, qkvz: Tensor, ba: Tensor | None, net: Net, sizes: list[int] = SIZES, behind: int = 0):
         self.given, self.net, self.sizes, self.behind = (qkvz, ba), net, sizes, behind
         self.states = torch.zeros(2, *sizes[1:], device=qkvz.device)
-        kept = net.taps.shape[1] + ba.shape[2]
+        kept = net.taps.shape[1] + 2 * sizes[1]
         self.inputs = torch.zeros(2, WINDOW, kept, dtype=qkvz.dtype, device=qkvz.device)
         self.marks = torch.zeros(2, dtype=torch.int32, device=qkvz.device)
 
     def feed(self, starts: list[int], counts: list[int], settles: int) -> list[Tensor]:
         """What tokens starts[r] .. give."""
         device, width = self.marks.device, max(counts) + 1
-        qkvz, ba = (torch.zeros(2, width, all.shape[2], dtype=all.dtype, device=device) for all in self.given)
+        qkvz, ba = (None if all is None else torch.zeros(2, width, all.shape[2], dtype=all.dtype, device=device)
+                    for all in self.given)  # fmt: skip
         for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
             for padded, all in zip((qkvz, ba), self.given, strict=True):
-                padded[r, :count] = all[r, start : start + count]
+                if all is not None:
+                    padded[r, :count] = all[r, start : start + count]
         first, given = (torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, counts))
         kept = first, given, self.marks, self.states, self.inputs
-        out = ops.delta_rows(qkvz, ba, *self.net, *kept, self.sizes, settles, self.behind)
+        *net, bias, skip, normed = self.net
+        added = bias, skip, normed or self.sizes[3]
+        out = ops.delta_rows(qkvz, ba, *net, *kept, self.sizes, settles, self.behind, *added)
         assert not out[0, counts[0] :].any()
         assert not out[1, counts[1] :].any()
         if settles != KEEP:

@@ -49,6 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--probe", type=int, metavar="MB", default=256, help="memory one read of the probe takes")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="a built ik_llama.cpp")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="contenders whose name holds it")
+    parser.add_argument("--processor-time", action="store_true",
+                        help="seconds that this process ran, of every call: for machines that are busy otherwise")
     parser.add_argument("--quick", action="store_true", help="1024 x 1024, n 1 and 4, 3 calls, contended or not")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender and n")
     args = parser.parse_args(argv)
@@ -106,7 +108,7 @@ def measure(made: dict[Contender, Any], n: int, w: Weights, copies: int, args: a
     probe = machine.ReadProbe(args.probe)
     reads = Series("read of memory", probe, probe.nbytes)
     alternate([reads, *series], args.samples, 6 * args.samples, args.threads,
-              float("inf") if args.quick else MAX_WAIT)
+              float("inf") if args.quick else MAX_WAIT, args.processor_time)
     return {"n": n, "series": series, "errors": errors, "missing": missing, "reads": reads}
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eval.peers.ggml_linear import GgmlLinear
+from eval.peers.high_rows import DenseTables, SignedRows
 from eval.peers.openvino_linear import OpenVinoInt4
 from eval.peers.torch_linear import TorchBf16, TorchCsr, TorchInt4
 from hf_mlspec import ops
@@ -232,7 +233,9 @@ def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
 
 
 def high_parts(w: Weights, mode: str) -> list[Contender]:
-    """The sparse high part alone: ours from tables of sums, then the same matrix as torch's sparse rows, and dense."""
+    """The sparse high part alone: ours from tables of sums, then the same matrix as torch's sparse rows, and dense;
+    where it is -1, 0 and 1 also from tables that every group looks up, as signed rows, and by int4 codes that each
+    call dequantizes to bfloat16; and what a split by values keeps: the outliers whole."""
     slab, tiles = w.zipper_tiles(mode)
     high = zipper.split(slab.codes(), slab.how)[1].float() * slab.how.high_unit * slab.weight_scale.float()
     whole = w.repeated(high)
@@ -243,10 +246,54 @@ def high_parts(w: Weights, mode: str) -> list[Contender]:
     ours = lambda copies: Ours((tiles.split,), run, copies)  # noqa: E731
     dense = lambda copies: Ours((whole.to(torch.bfloat16),), ops.bf16_linear, copies)  # noqa: E731
     csr_bytes = whole.count_nonzero().item() * 12 + w.out_features * 8
-    return [
+    found = [
         Contender(f"{mode}, tables", tiles.split.nbytes, ours, True, slab=high),
         Contender(f"{mode}, torch csr", csr_bytes, lambda copies: TorchCsr(whole, copies), slab=high),
         Contender(f"{mode}, dense bf16", w.elements * 2, dense, slab=high),
+    ]
+    if mode != "exact":
+        return found
+    codes, step = zipper.split(slab.codes(), slab.how)[1], slab.weight_scale.float() * slab.how.high_unit
+    given = w.repeated(codes), w.repeated(step)
+    return [
+        *found,
+        Contender(f"{mode}, dense tables", w.elements // 4, lambda copies: DenseTables(*given, copies), slab=high),
+        Contender(f"{mode}, signed rows", int(given[0].count_nonzero()) * 2, lambda copies: SignedRows(*given, copies),
+                  slab=high),
+        _dequantized(w, codes, step, high),
+        *_by_value(w, slab),
+    ]
+
+
+def _dequantized(w: Weights, codes: Tensor, step: Tensor, high: Tensor) -> Contender:
+    group = 128
+    packed = packing.pack_nibbles((codes + int4.SYMMETRIC_ZERO).to(torch.uint8))
+    scales = step.half().expand(-1, w.in_features // group).contiguous()
+    tiles = ops.prepack_int4(w.repeated(packed), w.repeated(scales))[:2]
+
+    def run(x, *parts):
+        return ops.bf16_linear(x, ops.int4_dequantize(*parts, None, w.out_features, group))
+
+    nbytes = sum(part.nbytes for part in tiles)
+    return Contender("exact, dequantized and multiplied", nbytes, lambda copies: Ours(tiles, run, copies), slab=high)
+
+
+def _by_value(w: Weights, slab: ZipperWeight) -> list[Contender]:
+    """Outliers of 6 bits from the tables, a term for each bit of their magnitudes, and as sparse rows of floats."""
+    codes, edge = slab.codes(), 2**slab.how.low_bits
+    outliers = codes.masked_fill((codes >= -edge) & (codes < edge), 0)
+    rows, step = zipper.to_sparse(w.repeated(outliers)), w.repeated(slab.weight_scale.float())
+    split = torch.cat([slab.weight_split, step.flatten().view(torch.int32), rows.starts, rows.terms])
+    values = outliers.float() * slab.weight_scale.float()
+
+    def run(x, split):
+        return ops.zipper_high_linear(x, torch.zeros(len(x), w.out_features), split)
+
+    whole = w.repeated(values)
+    csr_bytes = int(whole.count_nonzero()) * 12 + w.out_features * 8
+    return [
+        Contender("by value, tables", split.nbytes, lambda copies: Ours((split,), run, copies), slab=values),
+        Contender("by value, torch csr", csr_bytes, lambda copies: TorchCsr(whole, copies), slab=values),
     ]
 
 

@@ -80,10 +80,15 @@ def settle() -> None:
             return
 
 
-def sample(series: Series, threads: int, max_wait: float = MAX_WAIT) -> None:
-    """One timed call, after an untimed one."""
+def sample(series: Series, threads: int, max_wait: float = MAX_WAIT, own_time: bool = False) -> None:
+    """One timed call, after an untimed one. own_time: by the processor time of all threads, contended or not."""
     settle()
     series.call()
+    if own_time:
+        begin = time.process_time_ns()
+        series.call()
+        series.add((time.process_time_ns() - begin) / 1e9, quiet=True)
+        return
     before = scheduled()
     begin = time.perf_counter_ns()
     series.call()
@@ -94,11 +99,12 @@ def sample(series: Series, threads: int, max_wait: float = MAX_WAIT) -> None:
 
 
 def alternate(
-    field_: list[Series], samples: int, max_rounds: int, threads: int, max_wait: float = MAX_WAIT
-) -> None:
+    field_: list[Series], samples: int, max_rounds: int, threads: int, max_wait: float = MAX_WAIT,
+    own_time: bool = False,
+) -> None:  # fmt: skip
     """Rounds of one call each until every contender has `samples` uncontended calls, at most `max_rounds`."""
     for _ in range(max_rounds):
         for series in field_:
-            sample(series, threads, max_wait)
+            sample(series, threads, max_wait, own_time)
         if all(len(series.seconds) >= samples for series in field_):
             return

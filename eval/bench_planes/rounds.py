@@ -12,14 +12,11 @@ from transformers import PreTrainedModel
 
 import hf_mlspec
 from eval.plans.places import TRACES
-from eval.random_packed import random_planes_model
-from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
+from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay
 from hf_mlspec.nn.plane_source import PlaneCounts
-from hf_mlspec.nn.planes import PlanesLinear
-from hf_mlspec.routing.plane_budget import bytes_of
 
-LENGTHS = (8, 16, 24)  # tokens of a draft
-TRACE = "code-76m-planes8-planes4-long-humaneval.json"
+from .captured import TRACE, draft_step
+from .models import budget_of, bus_speed, dense_bytes, model_of, plane_bytes, source_of
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
@@ -33,9 +30,8 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     for engine in engines:
         yield _replayed(model, trace, options, engine=engine, name=f"resident, {engine or 'compiled'}")
         yield _replayed(model, trace.alone(), options, engine=engine, name=f"resident alone, {engine or 'compiled'}")
-    step = _draft_step(model, options)
+    step = draft_step(model, options)
     yield {"draft_step_ms": step * 1e3}
-    yield from captured(model, trace, options, step, "resident")
     hf_mlspec.clear(model)
     budget = budget_of(model, options, dense)
     begin = time.perf_counter()
@@ -50,30 +46,6 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         told = {"engine": engine, "speed": speed, "draft_step": step}
         yield _replayed(model, trace, options, name=f"streamed, {engine or 'compiled'}", **told)
         yield _replayed(model, trace.alone(), options, name=f"streamed alone, {engine or 'compiled'}", **told)
-    yield from captured(model, trace, options, step, "streamed", speed)
-
-
-def captured(
-    model: PreTrainedModel, trace: Trace, options: argparse.Namespace, step: float, name: str, speed: float = 0.0
-) -> Iterator[dict]:
-    """Rounds that are one graph, of several lengths; none without a GPU. step: seconds of a draft step."""
-    for length in LENGTHS if options.device.type == "cuda" else ():
-        fixed, source, takes = reschedule(trace, length), source_of(model), []
-        how = {"max_new_tokens": options.tokens, "rows": range(options.rows)}
-        for _ in range(options.repeats):
-            takes.append(replay_captured(model, fixed, [f"planes{options.top_planes}"], **how).stats)
-        stats = min(takes, key=lambda own: own.seconds - own.prefill_seconds)
-        rounds, decoding = stats.target_passes - options.rows, stats.seconds - stats.prefill_seconds
-        found = {
-            "name": f"{name}, captured, {length} drafted", "rounds": rounds, "round_ms": decoding / rounds * 1e3,
-            "tokens_s": (stats.new_tokens - stats.prefill_tokens) / decoding, "draft_ms": length * step * 1e3,
-            "tokens_a_round": (stats.new_tokens - stats.prefill_tokens) / rounds,
-        }  # fmt: skip
-        if source is not None:
-            low = sum((one.low - one.kept) * source.sizes[one.place].plane for one in source.layers)
-            bus = low / speed * 1e3
-            found |= {"bus_ms": bus, "over_bound": found["round_ms"] / max(bus, found["draft_ms"])}
-        yield found
 
 
 def prompts(options: argparse.Namespace) -> Iterator[dict]:
@@ -97,38 +69,6 @@ def _prefill(model: PreTrainedModel, length: int, options: argparse.Namespace) -
             model(ids, logits_to_keep=1).logits.sum().item()
             times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-def model_of(options: argparse.Namespace) -> PreTrainedModel:
-    """The shape with random planes; tiny where it is quick."""
-    return random_planes_model("tiny-2x512" if options.quick else options.shape, options.device).eval()
-
-
-def bus_speed(device: torch.device) -> float:
-    """Bytes a second from pinned memory to the device, the best of five copies of 1 GiB."""
-    if device.type != "cuda":
-        return float("nan")
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    there, times = torch.empty_like(host, device=device), []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        there.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return host.numel() / min(times)
-
-
-def _draft_step(model: PreTrainedModel, options: argparse.Namespace) -> float:
-    """Seconds of a compiled step that reads the top planes alone, from the device's time for rounds of 8 of them."""
-    ids = torch.randint(0, 100, (1, 64), device=options.device)
-    how = {"assistant_models": [], "max_new_tokens": 65, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with hf_mlspec.precision_switch(model).at(f"planes{options.top_planes}"):
-        for _ in range(2):
-            model.generate(ids, **how)
-    stats = hf_mlspec.last_stats(model)
-    hf_mlspec.clear(model)
-    return (stats.seconds - stats.prefill_seconds) / (stats.new_tokens - stats.prefill_tokens)
 
 
 def _replayed(
@@ -163,22 +103,3 @@ def _replayed(
         bound = max(bus, found["draft_ms"])
         found |= {"bus_floor_ms": bus, "over_bound": found["round_ms"] / bound, **vars(counts)}
     return found
-
-
-def source_of(model: PreTrainedModel):
-    return next(own for own in model.modules() if isinstance(own, PlanesLinear)).source
-
-
-def plane_bytes(model: PreTrainedModel) -> int:
-    return sum(part.nbytes for own in model.modules() if isinstance(own, PlanesLinear) for part in own.parts("weight"))
-
-
-def dense_bytes(model: PreTrainedModel) -> int:
-    """Of what is not in planes: embedding, head, norms."""
-    planes = {id(p) for own in model.modules() if isinstance(own, PlanesLinear) for p in own.parameters()}
-    return sum(p.nbytes for p in model.parameters() if id(p) not in planes)
-
-
-def budget_of(model: PreTrainedModel, options: argparse.Namespace, dense: int) -> int:
-    """Of planes: what the device's budget leaves beside embedding, head and norms. Quick: three quarters."""
-    return plane_bytes(model) * 3 // 4 if options.quick else bytes_of(options.budget) - dense

@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 import hf_mlspec
 from hf_mlspec.routing.blocks import Block, average_bits, blocks_of
 from hf_mlspec.routing.engine import RoutedCudaEngine, RoutedEngine, routed_engine
+from hf_mlspec.routing.foresight import LEAD, indices
+from hf_mlspec.routing.passes import Routed
 from hf_mlspec.routing.router import Router
 
-from .rounds import budget_of, dense_bytes, model_of, plane_bytes, source_of
+from .models import budget_of, dense_bytes, model_of, plane_bytes, source_of
 
 _STEPS = 24  # tokens behind the longest prompt; the first third captures
 _SHOWN = 8  # prompts that are not timed: they load kernels, and planes that they read come to stay
+_FITTED = 32  # prompts that guesses are fitted to
 _NARROW, _WIDE, _AVERAGE = 4, 6, 4.4
 
 
@@ -45,10 +48,33 @@ def made_router(blocks: list[Block]) -> Router:
     return router.eval().requires_grad_(False)
 
 
+def fit_guesses(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> None:
+    """Of what blocks to come choose, from random prompts, as training does."""
+    blocks, tokens = blocks_of(model), 16 if options.quick else 256
+    features, chosen = [[] for _ in blocks], [[] for _ in blocks]
+    router.look_ahead()
+    for _ in range(_FITTED):
+        ids = torch.randint(0, 100, (1, tokens), device=options.device)
+        with torch.no_grad(), Routed(router, blocks, [tokens]).over(model) as routed:
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        for place in range(len(blocks)):
+            features[place].append(routed.features[place].cpu())
+            chosen[place] += routed.widths[place]
+    for place, own in enumerate(router.ahead):
+        own.fit(torch.cat(features[place]), indices(chosen[place + LEAD], router.widths, torch.device("cpu")))
+
+
+def known_widths(router: Router) -> list[int]:
+    """What a made router picks; the narrow width where it leaves it to the query."""
+    narrow, wide = (router.widths.index(width) for width in (_NARROW, _WIDE))
+    return [_WIDE if one.outer.bias[wide] > one.outer.bias[narrow] else _NARROW for one in router.of]
+
+
 def lines(options: argparse.Namespace) -> Iterator[dict]:
     """Resident first, then the same model on its budget. over: seconds of a prompt beyond those of resident planes."""
     model = model_of(options)
     router = made_router(blocks_of(model))
+    fit_guesses(model, router, options)
     resident = list(_all(model, router, options))
     yield from ({"planes": "resident", **one} for one in resident)
     whole, dense = plane_bytes(model), dense_bytes(model)
@@ -57,17 +83,21 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     hf_mlspec.stream_planes(model, budget, top_planes=options.top_planes)
     yield {"planes": "streamed", "budget": budget, "used": source_of(model).used, "less_than_static":
            1 - (source_of(model).used + dense) / (whole + dense)}  # fmt: skip
-    for one, before in zip(_all(model, router, options), resident, strict=True):
+    beside = {(one["tokens"], one["widths"]): one for one in resident}
+    for one in _all(model, router, options, ("known", "routed")):
+        before = beside[one["tokens"], one["widths"]]
         yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
                "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
 
 
-def _all(model: PreTrainedModel, router: Router, options: argparse.Namespace) -> Iterator[dict]:
-    narrow, wide = (router.widths.index(width) for width in (_NARROW, _WIDE))
-    known = [_WIDE if one.outer.bias[wide] > one.outer.bias[narrow] else _NARROW for one in router.of]
+def _all(
+    model: PreTrainedModel, router: Router, options: argparse.Namespace, names: tuple = ("known", "routed", "8")
+) -> Iterator[dict]:
+    known = known_widths(router)
     for tokens in (16, 64) if options.quick else (256, 2048):
-        for name, widths in {"known": known, "routed": None, "8": [8] * len(known)}.items():
-            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths, tokens, options)}
+        widths = {"known": known, "routed": None, "8": [8] * len(known)}
+        for name in names:
+            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths[name], tokens, options)}
 
 
 def _timed(

@@ -1,14 +1,15 @@
 """How long do running rows wait while a long prompt joins, and how long for the first token behind a kept prefix?
 
     python -m eval.bench_prompts --model PATH --device cuda --json out.jsonl
+    python -m eval.bench_prompts --shape llama-3-8b --device cuda   # random weights
     python -m eval.bench_prompts --quick                    # the demo pair, short prompts
 
 Gap: rows run in a stream, and a request with a long prompt of random tokens joins. Of one running row the longest time
 between two of its rounds from the join until the long prompt has its first token, over the median time before the
 join; once with chunks, and once with prompts that are read at once. Prefix: requests come one after another, all with
 the same first tokens; time to the first token with prefixes kept over that without. The first run of each warms up;
-medians over the others. Tokens are compared. A model of fewer positions is given more (--positions): its tokens mean
-nothing then, and its times are the same.
+medians over the others. Tokens are compared. A model of fewer positions is given more: its tokens mean nothing then,
+and its times are the same.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_mlspec
 from eval.few import add_quick, settle
 from eval.records import machine
+from eval.targets import SHAPES, random_model
 from hf_mlspec.evaluation import check_words, levels_of_options
 
 _TAIL = 40  # tokens of a prompt behind the common prefix
@@ -40,6 +42,7 @@ _TAIL = 40  # tokens of a prompt behind the common prefix
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_prompts", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a target of random BF16 weights instead")
     parser.add_argument("--level", action="append", default=[], help="levels with + between; may be repeated")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
@@ -54,6 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_quick(parser, "a prompt of 600 tokens, a prefix of 400, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a figure")
     args = parser.parse_args(argv)
+    if args.shape and args.model:
+        parser.error("--shape is a target of random weights, --model one of a folder: give one of them")
     settle(args, {"joining": 600, "before": 6, "prefix": 400, "repeats": 1},
            {"joining": 8000, "before": 60, "prefix": 2000, "repeats": 3})
     return args
@@ -69,7 +74,11 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Any]]:
         found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, max_position_embeddings=positions)
         return found.eval().to(args.device)
 
-    return model(folder), [model(one) if Path(one).is_dir() else one for one in levels]
+    if args.shape:
+        target = random_model(args.shape, args.device, max_position_embeddings=positions, pad_token_id=0)
+    else:
+        target = model(folder)
+    return target, [model(one) if Path(one).is_dir() else one for one in levels]
 
 
 def joined(target: PreTrainedModel, levels: list[Any], args: argparse.Namespace, chunk: int | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What does it bring that a finished row's slot is refilled at once, over batches that wait for their longest row?
 
     python -m eval.bench_stream --model PATH --level PATH --prompts FILE --json out.jsonl
+    python -m eval.bench_stream --shape llama-3-8b --device cuda    # random weights, prompts of random tokens
     python -m eval.bench_stream --quick                     # the demo pair, few requests
 
 Requests with limits of very different lengths (log-uniform, end-of-sequence tokens ignored, so that every contender
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -30,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_mlspec
 from eval.few import add_quick, limits, require_limits, settle
 from eval.records import machine
+from eval.targets import SHAPES, random_model
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 Work = list[tuple[list[int], dict[str, Any]]]  # prompt of every request, and its options, of which one is the limit
@@ -82,6 +85,7 @@ _SEEDED = "stream", "step by step"  # a seed of every request
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_stream", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the target (the demo pair's)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a target of random BF16 weights instead")
     parser.add_argument("--level", action="append", default=[], help="levels with + between; may be repeated")
     parser.add_argument("--prompts", type=Path, help="text with one prompt a line, .jsonl or .json")
     parser.add_argument("--requests", type=int, help="(32)")
@@ -102,6 +106,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     many = {"requests": 32, "shortest": 8, "longest": 256, "repeats": 3}
     settle(args, few, many)
     require_limits(parser, args)
+    if args.shape and (args.model or args.prompts):
+        parser.error("--shape has random weights and no tokenizer: no --model and no --prompts goes with it")
     args.contenders = args.contenders or list(_ASKED if args.temperature is None else _SEEDED)
     if args.temperature is not None and (others := sorted({*args.contenders} - {*_SEEDED})):
         parser.error(f"--temperature: {', '.join(others)} have no seed of every request: leave them out")
@@ -114,6 +120,8 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     """The target, its levels, and the requests."""
     levels = levels_of_options(args.level)
     check_words(levels)
+    if args.shape:
+        return _of_shape(args, levels)
     demo = hf_mlspec.demo_pair()
     folder = args.model or str(demo[0])
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval()
@@ -121,11 +129,21 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, list[str], Work]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     file = args.prompts or Path(demo[0]).parent / "prompts.json"
     encoded = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.requests)]
-    work = [
-        (encoded[number % len(encoded)], _options(number, limit, args.temperature))
-        for number, limit in enumerate(limits(args))
-    ]
-    return target, levels or ([] if args.model else [str(demo[1])]), work
+    return target, levels or ([] if args.model else [str(demo[1])]), _work(encoded, args)
+
+
+def _of_shape(args: argparse.Namespace, levels: list[str]) -> tuple[PreTrainedModel, list[str], Work]:
+    """A target of random weights, and prompts of 20 to 200 random tokens."""
+    rng = random.Random(args.seed)
+    target = random_model(args.shape, args.device, pad_token_id=0).to(getattr(torch, args.dtype))
+    prompts = [[rng.randrange(5, target.config.vocab_size) for _ in range(rng.randint(20, 200))]
+               for _ in range(args.requests)]
+    return target, levels, _work(prompts, args)
+
+
+def _work(prompts: list[list[int]], args: argparse.Namespace) -> Work:
+    return [(prompts[number % len(prompts)], _options(number, limit, args.temperature))
+            for number, limit in enumerate(limits(args))]
 
 
 def _options(number: int, limit: int, temperature: float | None) -> dict[str, Any]:

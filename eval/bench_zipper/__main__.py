@@ -1,11 +1,12 @@
 """What do weights in two parts cost on a GPU: the low part, the high part there or on the host, whole chains?
 
-    python -m eval.bench_zipper [--part products host rates memory] [--layers 4] [--model FOLDER] [--quick]
+    python -m eval.bench_zipper [--part products host timeline rates memory] [--layers 4] [--model FOLDER] [--quick]
 
 products   microseconds of the low part, of its float32 sums, of the high part on the device and of both, 8192 x 8192,
            captured, over copies that the L2 cache does not hold
 host       of way (a), for every linear of the 8B shape: the copy out, the waking of the worker, the CPU's arithmetic,
            the copy back, each alone, and the whole call beside the GPU's own product
+timeline   of way (a), for two of these linears: when each step of one call ends, from the call's begin
 rates      tokens/s of a model of the 8B shape with few layers (random weights), or of the one given: (a) the high part
            on the host, (b) on the device, (c) either, with "zipper-low" drafts, and bfloat16 with ["mxfp4"]
 memory     bytes of the weights on the device over those of 16 bits, with head and embedding and without
@@ -21,9 +22,10 @@ import torch
 
 from eval.parts import run_parts
 
-from . import host, memory, products, rates
+from . import host, memory, products, rates, timeline
 
-PARTS = {"products": products.lines, "host": host.lines, "rates": rates.lines, "memory": memory.lines}
+PARTS = {"products": products.lines, "host": host.lines, "timeline": timeline.lines, "rates": rates.lines,
+         "memory": memory.lines}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

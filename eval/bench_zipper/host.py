@@ -16,7 +16,6 @@ from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.zipper import ZipperLinear
 from hf_mlspec.nn.zipper_host import high_sums, worker_of
-from hf_mlspec.ops.zipper import low_settings
 
 SHAPES = {"q|k|v": (6144, 4096), "o": (4096, 4096), "gate|up": (28672, 4096), "down": (4096, 14336)}
 REPEATS = 15
@@ -71,9 +70,9 @@ def _wall(work: Callable[[], object]) -> float:
 
 def _low(linear: ZipperLinear, x: torch.Tensor) -> float:
     planes, scale, _ = linear.parts("weight")
-    settings = low_settings(linear.in_features, linear.how)
+    how = linear.how
     held = [(planes.clone(), scale) for _ in range(4)]
-    calls = [lambda t=tiles: ops.bitplane_sums(x, *t, linear.out_features, **settings) for tiles in held]
+    calls = [lambda t=tiles: ops.zipper_low_sums(x, *t, linear.out_features, how=how) for tiles in held]
     return time_rotating(calls, x.device, 24).microseconds
 
 

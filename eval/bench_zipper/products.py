@@ -12,7 +12,6 @@ from eval.gpu_timing import time_rotating
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
-from hf_mlspec.ops.zipper import low_settings
 
 COPIES, CALLS = 4, 24  # of a weight: more than the L2 cache holds; of one graph
 ROWS = (1, 8, 16, 32)
@@ -25,16 +24,21 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         torch.manual_seed(0)
         weight = ZipperWeight.from_dense(torch.randn(size, size, device=device), mode=mode)
         held = [ops.prepack_zipper(*weight.parts) for _ in range(COPIES)]
-        how, settings = weight.how, low_settings(size, weight.how)
+        how = weight.how
         low_bytes, high_bytes = held[0].planes.nbytes, held[0].split.nbytes
         for rows in ROWS:
             x, low = torch.randn(rows, size, device=device).bfloat16(), torch.randn(rows, size, device=device)
             calls = {
-                "low_us": [partial(ops.bitplane_linear, x, *tiles[:2], size, **settings) for tiles in held],
-                "sums_us": [partial(ops.bitplane_sums, x, *tiles[:2], size, **settings) for tiles in held],
+                "low_us": [partial(ops.zipper_low_linear, x, *tiles[:2], size, how=how) for tiles in held],
+                "sums_us": [partial(ops.zipper_low_sums, x, *tiles[:2], size, how=how) for tiles in held],
                 "high_us": [partial(ops.zipper_high_linear, x, low, tiles.split) for tiles in held],
                 "both_us": [partial(ops.zipper_linear, x, tiles, size, how=how) for tiles in held],
             }
+            for bits in (8, 4) if how.low_is_int4 else ():
+                own = {"how": how, "activation_bits": bits}
+                multiply = ops.zipper_low_linear
+                calls[f"low_a{bits}_us"] = [partial(multiply, x, *tiles[:2], size, **own) for tiles in held]
+                calls[f"both_a{bits}_us"] = [partial(ops.zipper_linear, x, tiles, size, **own) for tiles in held]
             times = {name: time_rotating(each, device, CALLS).microseconds for name, each in calls.items()}
             mib = {"low_mib": low_bytes / 2**20, "high_mib": high_bytes / 2**20}
             yield {"mode": mode, "size": size, "rows": rows, **times, **mib}

@@ -37,7 +37,8 @@ WAYS = (
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each way and batch. differing: rows whose tokens are not those of the target alone."""
+    """One for each way and batch. differing: rows whose tokens are not those of the target alone; round_ms: of one
+    draft and check, prompts included."""
     for high_part in ("host", "device", None):
         model = hf_mlspec.prepare(plain(options) if high_part is None else in_two_parts(options, high_part))
         alone: dict[int, torch.Tensor] = {}
@@ -67,6 +68,7 @@ def _rate(
     if way.levels:
         level = hf_mlspec.last_stats(model).levels[0]
         found["accepted_of_drafted"] = level.accepted / max(level.drafted, 1)
+        found["round_ms"] = statistics.median(seconds) / max(level.rounds, 1) * 1e3
         found["differing"] = int((written != alone[batch]).any(1).sum())
     else:
         alone[batch] = written

@@ -1,7 +1,7 @@
 """Does every request of a stream have the tokens that it has alone, whoever comes, goes and shares its beginning?
 
     python -m eval.stream_exact --streams 1000              # random small models and the demo pair
-    python -m eval.stream_exact --streams 100 --device cuda
+    python -m eval.stream_exact --streams 100 --device cuda --model FOLDER --draft DRAFT
 
 Every stream has a random model, chain, number of slots, chunk and budget of prefixes; requests arrive at random, with
 prompts of 1 to 900 tokens of which some begin alike, limits of 1 to 40 tokens, greedy or sampled with a seed, and some
@@ -40,10 +40,20 @@ _SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hi
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.stream_exact", description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--model", help="folder of a target, the only one; with --draft")
+    parser.add_argument("--draft", help="folder of its draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     parser.add_argument("--seconds", type=float, help="stop after so many")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if bool(args.model) != bool(args.draft):
+        parser.error("--model and --draft go together: a target and its draft")
+    return args
+
+
+def pair(folder: str, draft: str, device: str) -> tuple[PreTrainedModel, list[Any]]:
+    """The target of a folder, with its draft."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(device), [draft]
 
 
 def models(device: str) -> list[tuple[PreTrainedModel, list[Any]]]:
@@ -58,10 +68,7 @@ def models(device: str) -> list[tuple[PreTrainedModel, list[Any]]]:
             for weight in draft.parameters():
                 weight += 0.02 * weight.std() * torch.randn_like(weight)
         made.append((target, [draft]))
-    folder, draft = hf_mlspec.demo_pair()
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(device)
-    made.append((target, [str(draft)]))
-    return made
+    return [*made, pair(*map(str, hf_mlspec.demo_pair()), device)]
 
 
 def requests_of(rng: random.Random, vocabulary: int) -> list[dict[str, Any]]:
@@ -124,14 +131,16 @@ def wrong(done: hf_mlspec.Completion, expected: list[int]) -> str:
     return ""
 
 
-def run(streams: int, seed: int = 0, device: str = "cpu", seconds: float | None = None) -> Counter:
-    """Counts of streams, answers by their end, prefix tokens and mismatches, which are printed."""
-    counts, given, begin = Counter(mismatches=0), models(device), time.perf_counter()
+def run(streams: int, seed: int = 0, device: str = "cpu", seconds: float | None = None,
+        pairs: list[tuple[PreTrainedModel, list[Any]]] | None = None) -> Counter:
+    """Counts of streams, answers by their end, prefix tokens and mismatches, which are printed. pairs: targets with
+    their levels; None: `models`."""
+    counts, pairs, begin = Counter(mismatches=0), pairs or models(device), time.perf_counter()
     for number in range(streams):
         if seconds is not None and time.perf_counter() - begin > seconds:
             break
         rng = random.Random(f"{seed} {number}")
-        target, draft = rng.choice(given)
+        target, draft = rng.choice(pairs)
         asked = requests_of(rng, target.config.vocab_size)
         expected = [alone(target, one) for one in asked]
         done = streamed(rng, target, draft, asked)
@@ -151,7 +160,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    counts = run(args.streams, args.seed, args.device, args.seconds)
+    pairs = [pair(args.model, args.draft, args.device)] if args.model else None
+    counts = run(args.streams, args.seed, args.device, args.seconds, pairs)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())), end="")
     print(f" ({time.perf_counter() - begin:.0f} s on {args.device}, {Path(sys.executable).name})")
     return int(counts["mismatches"] > 0)

@@ -6,7 +6,8 @@ One row a way (--rows; all by default): perplexity of the text's first windows a
 their prompts, with activations of 16, 8 and 4 bits. int4 weights, with groups of 128 but for the rows that say 64, by
 round to nearest, GPTQ, AWQ, SmoothQuant and QuaRot; Atom's int4 and int8; and 6-bit zipper weights, plain, smoothed,
 rotated, and both, of which the low part alone meets integers, with the part of weights whose high part is 0. Rows that
-begin with "split" are other splits of one smoothed weight (two_parts.py). Everything is calibrated here, on the first
+begin with "split" are other splits of one smoothed weight (two_parts.py). --choices: also the accuracy in PIQA and
+WinoGrande without examples (zero_shot.py). Everything is calibrated here, on the first
 texts of --calibration. --outliers: first, a hundredth of the channels of every norm's outputs is multiplied by so much
 (outliers.py). Each row is added to --json as a line at once, and printed.
 
@@ -35,6 +36,7 @@ from hf_mlspec.nn.zipper import ZipperLinear
 
 from .outliers import give_outliers
 from .two_parts import SPLITS, TwoParts, take_apart
+from .zero_shot import TASKS, Question, accuracy, questions_of
 
 BITS = (16, 8, 4)
 
@@ -93,6 +95,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--solutions", type=int, default=40, help="of HumanEval that are scored (%(default)s)")
     parser.add_argument("--samples", type=int, default=32, help="of the calibration (%(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
+    parser.add_argument("--choices", help="folder of piqa/ and winogrande/, whose questions are asked, too")
+    parser.add_argument("--questions", type=int, default=400, help="of each (%(default)s)")
     parser.add_argument("--outliers", type=int, default=1, help="factor of some channels (%(default)s: none)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="of models, calibration and scores (%(default)s)")
@@ -126,20 +130,34 @@ def dense_perplexity(model: nn.Module, rows: Rows) -> float:
     return math.exp(total / sum(rows[1]))
 
 
-def scores(model: PreTrainedModel, way: Way | None, texts: dict[str, Rows]) -> dict[str, Any]:
-    """Perplexities by activation bits, and what the high parts are like."""
+Asked = dict[str, list[Question]]
+
+
+def scores(model: PreTrainedModel, way: Way | None, texts: dict[str, Rows], asked: Asked) -> dict[str, Any]:
+    """Perplexities and accuracies by activation bits, and what the high parts are like."""
+    found: dict[str, Any]
     if way is None:
-        return {f"{name}, 16": dense_perplexity(model, rows) for name, rows in texts.items()}
+        found = {f"{name}, 16": dense_perplexity(model, rows) for name, rows in texts.items()}
+        return found | _right(model, asked, 16)
     if way.format != "zipper":
-        return {f"{name}, {bits}": perplexity(model, rows, f"w4a{bits}", 4)
-                for bits in BITS for name, rows in texts.items()}  # fmt: skip
-    found: dict[str, Any] = sparsity(model, way)
+        found = {f"{name}, {bits}": perplexity(model, rows, f"w4a{bits}", 4)
+                 for bits in BITS for name, rows in texts.items()}  # fmt: skip
+        for bits in BITS if asked else ():
+            with hf_mlspec.precision_switch(model).at(f"w4a{bits}"):
+                found |= _right(model, asked, bits)
+        return found
+    found = sparsity(model, way)
     layers = take_apart(model, way.split)
     for bits in BITS:
         for layer in layers:
             layer.bits = bits
         found |= {f"{name}, {bits}": dense_perplexity(model, rows) for name, rows in texts.items()}
+        found |= _right(model, asked, bits)
     return found | _shares(layers)
+
+
+def _right(model: PreTrainedModel, asked: Asked, bits: int) -> dict[str, float]:
+    return {f"{name}, {bits}": accuracy(model, questions) for name, questions in asked.items()}
 
 
 def sparsity(model: nn.Module, way: Way) -> dict[str, Any]:
@@ -158,7 +176,9 @@ def _shares(layers: list[TwoParts]) -> dict[str, float]:
     return {"zeros": sum(int((layer.high == 0).sum()) for layer in layers) / count}
 
 
-def measured(args: argparse.Namespace, word: str, tokenizer: Any, texts: dict[str, Rows]) -> dict[str, Any]:
+def measured(
+    args: argparse.Namespace, word: str, tokenizer: Any, texts: dict[str, Rows], asked: Asked
+) -> dict[str, Any]:
     """One row."""
     begin, way = time.perf_counter(), WAYS[word]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
@@ -169,7 +189,7 @@ def measured(args: argparse.Namespace, word: str, tokenizer: Any, texts: dict[st
         rows = calibration_rows(args.calibration, tokenizer, args.samples, args.tokens)
         hf_mlspec.quantize(model, way.method, way.format, calibration=rows, **way.options)
     line = {"model": args.model.name, "row": word, "outliers": args.outliers}
-    return line | scores(model, way, texts) | {"seconds": round(time.perf_counter() - begin, 1)}
+    return line | scores(model, way, texts, asked) | {"seconds": round(time.perf_counter() - begin, 1)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,9 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = {"text": windows_of(args.text, tokenizer, args.windows),
              "solutions": solutions_of(tasks_of(args.humaneval)[: args.solutions], tokenizer)}  # fmt: skip
+    asked = {name: questions_of(name, args.choices, tokenizer, args.questions) for name in TASKS if args.choices}
     results = []
     for word in args.rows:
-        results.append(measured(args, word, tokenizer, texts))
+        results.append(measured(args, word, tokenizer, texts, asked))
         print(results[-1], file=sys.stderr, flush=True)
         if args.json:
             with args.json.open("a", encoding="utf-8") as file:
@@ -192,7 +213,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(results: list[dict[str, Any]]) -> None:
     """A table, perplexities by activation bits."""
-    columns = [f"{name}, {bits}" for name in ("text", "solutions") for bits in BITS]
+    columns = [f"{name}, {bits}" for name in ("text", "solutions", *TASKS) for bits in BITS]
+    columns = [column for column in columns if any(column in line for line in results)]
     print("| row | " + " | ".join(columns) + " | zeros |\n|---|" + "--:|" * (len(columns) + 1))
     for line in results:
         cells = [f"{line[name]:.4g}" if name in line else "" for name in (*columns, "zeros")]

@@ -15,25 +15,31 @@ from ..nn.transforms import HADAMARD, NONE, ORDER, hadamard_of
 from .architecture import ExpertBlock, UnknownArchitecture, require_format
 
 Slot = TypeVar("Slot")
-EXPERT_FORMATS = ("mxfp4", "int4")  # of packed experts
-AT_16_BITS = ("zipper",)  # formats whose weights compiled decoders multiply by 16-bit activations alone
+EXPERT_FORMATS = ("mxfp4", "int4", "nested")  # of packed experts
 ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 
 def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder: str) -> Slot:
     """What reads the weight of ``linear``, which is ``name`` in its model, in the decoder of these ``slots``.
 
-    UnknownArchitecture for a format without a slot, and for zipper weights that meet integers.
+    UnknownArchitecture for a format without a slot, and for low parts of zipper weights that meet integers and are
+    not int4.
     """
-    if linear.format in AT_16_BITS and linear.switch.bits.activation != 16:
+    if linear.switch.bits.activation != 16 and not meets_integers(linear):
         raise UnknownArchitecture(
-            f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which no "
-            "compiled decoder does"
+            f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which a "
+            "compiled decoder does where the low part has 4 bits alone (mode 'paper')"
         )
     slot = slots.get(linear.format)
     if slot is None:
         raise UnknownArchitecture(f"its {name} linears are {linear.format}, which the {decoder} decoder does not read")
     return slot
+
+
+def meets_integers(linear: PackedLinear) -> bool:
+    """Whether a compiled decoder multiplies this weight by all the activation bits that its module knows. A weight
+    without memory does not say of which split it is: yes."""
+    return linear.format != "zipper" or linear.weight_split.is_meta or linear.how.low_is_int4
 
 
 def require_experts(block: ExpertBlock, decoder: str) -> None:

@@ -15,6 +15,7 @@ from .adapters import adapted_names, of_adapters
 from .expert_modules import ExpertModule, is_experts
 from .hooks import offloads, own_tensor, without_memory
 from .linear import is_dense
+from .nested_experts import is_nested_experts
 from .packed import PackedLinear, PackedModule
 from .settings import own_settings, packs_weights
 from .shards import local, shards
@@ -26,6 +27,11 @@ _SHOWN = 8  # layers in a message
 def is_nested(module: nn.Module) -> bool:
     """Whether a module is a linear whose exact BF16 weight holds its own draft."""
     return isinstance(module, PackedLinear) and module.format == "nested"
+
+
+def holds_draft(module: nn.Module) -> bool:
+    """Whether a module is a nested linear, or holds nested experts."""
+    return is_nested(module) or is_nested_experts(module)
 
 
 def has_dense_weight(module: nn.Module) -> bool:
@@ -50,7 +56,7 @@ def require_dense(
     quantized = quantization is not None or getattr(model, "hf_quantizer", None) is not None
     own = own_settings(model)
     quantized &= packs_weights(own) or not own
-    if (quantized or packed) and not (packed and all(map(is_nested, packed))):
+    if (quantized or packed) and not (packed and all(map(holds_draft, packed))):
         method = getattr(quantization, "quant_method", None) or type(getattr(model, "hf_quantizer", None)).__name__
         raise ValueError(
             f"{action}: the model is already quantized ({method}); load the original floating-point checkpoint"
@@ -97,7 +103,7 @@ def linears_and_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     transforms its inputs, and module of experts; not those of adapters."""
     left_out = of_adapters(model)
     for name, module in model.named_modules(remove_duplicate=False):
-        fits = has_dense_weight(module) or is_nested(module) or is_experts(module)
+        fits = has_dense_weight(module) or holds_draft(module) or is_experts(module)
         if fits and id(module) not in left_out:
             yield name, module
 
@@ -111,6 +117,10 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
             continue
         if is_experts(module):
             why = _unfit_experts(module, divisor) if experts else "fused expert weights"
+            understood.append(name)
+        elif is_nested_experts(module):
+            odd = [size for _, size in module.original.sizes.values() if size % divisor]
+            why = None if experts and not odd else "nested experts"
             understood.append(name)
         else:
             why = unfit_linear(module, divisor)
@@ -169,7 +179,7 @@ def require_finite_floats(model: nn.Module, kept: dict[str, str], action: str = 
     """TypeError for a weight whose dtype cannot be cast, ValueError for NaN or Inf; weights in ``kept`` and nested
     ones (which hold neither) are left out."""
     for name, module in linears_and_experts(model):
-        if name in kept or is_nested(module):
+        if name in kept or holds_draft(module):
             continue
         keys = ExpertModule.of(module, name).sizes if is_experts(module) else ("weight",)
         for key in keys:

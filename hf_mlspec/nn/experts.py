@@ -104,7 +104,7 @@ class PackedExperts(PackedModule):
             matrix = matrix.T.contiguous() if self.original.transposed else matrix
             return self.record.weight.from_dense(matrix, name=f"{name}.{key} of expert {expert}", **settings).parts
 
-        parts = zip(self.record.parts, _stacked(quantize, (dense,)), strict=True)
+        parts = zip(self.record.parts, stack_experts(quantize, (dense,)), strict=True)
         return {f"{key}_{part}": tensor for part, tensor in parts if tensor is not None}
 
     @property
@@ -129,7 +129,7 @@ class PackedExperts(PackedModule):
 
     def dequantized(self, key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Projection ``key`` as ``[experts, out, in]`` in ``dtype``."""
-        return _stacked(lambda _, *parts: (self.record.weight(*parts).dequantize(dtype),), self._on_disk(key))[0]
+        return stack_experts(lambda _, *parts: (self.record.weight(*parts).dequantize(dtype),), self._on_disk(key))[0]
 
     def dequantized_module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The module that was replaced, with the rounded weights in ``dtype`` and in its own layout."""
@@ -177,7 +177,7 @@ class PackedExperts(PackedModule):
         plain = x.dtype == torch.bfloat16 and self.switch.multiply == "fused" and not self.is_lent
         kept = any(self._buffers[f"{key}_dense"] is not None for key in self.names)
         fits = self.original.num_experts <= MOST_PLANNED and x.shape[-1] % 8 == 0
-        return plain and fits and not kept and self.format in ("mxfp4", "int4")
+        return plain and fits and not kept and self.format in ("mxfp4", "int4", "nested")
 
     def _planned(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = chosen.int().contiguous()
@@ -223,12 +223,12 @@ class PackedExperts(PackedModule):
         return self.original.sizes[key][0]
 
     def _in_tiles(self, name: str) -> Parts:
-        return _stacked(lambda _, *parts: self.packing.prepack(*parts), self.parts(name))
+        return stack_experts(lambda _, *parts: self.packing.prepack(*parts), self.parts(name))
 
     def _on_disk(self, name: str) -> Parts:
         if not self.is_prepacked:
             return self.parts(name)
-        return _stacked(lambda _, *parts: self.packing.unprepack(*parts, self._rows(name)), self.parts(name))
+        return stack_experts(lambda _, *parts: self.packing.unprepack(*parts, self._rows(name)), self.parts(name))
 
     def _zeros(self, key: str, device: torch.device) -> Parts:
         shape = (self.original.num_experts, *self.original.sizes[key])
@@ -244,7 +244,7 @@ def _of_expert(parts: Parts, expert: int) -> Parts:
     return cut if type(parts) is tuple else type(parts)(*cut)
 
 
-def _stacked(convert: Callable[..., Parts], tensors: Parts) -> Parts:
+def stack_experts(convert: Callable[..., Parts], tensors: Parts) -> Parts:
     """``convert(expert, *its tensors)`` for every expert, the results stacked along a new first axis."""
     stacks: Parts = ()
     for expert in range(len(tensors[0])):

@@ -15,11 +15,13 @@ from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
 from .adapters import without_wrapper
 from .calibration import by_memory, hessians, read_samples
-from .castable import is_nested, listed, require_dense, require_finite_float, require_plain_inputs
+from .castable import holds_draft, listed, require_dense, require_finite_float, require_plain_inputs
+from .expert_modules import is_experts
 from .linear import is_dense
+from .nest_experts import nest_experts, require_finite_experts
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
-from .nest_swap import Swap, nested_swaps, undone
+from .nest_swap import ExpertSwap, Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
 from .replace import attach_quantizer, detach_quantizer
@@ -36,7 +38,8 @@ def nest(
     """Convert every linear weight of ``model`` in place to one that holds its own 4-bit draft: 16.25 bits, exact.
 
     Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (docs/formats.md,
-    "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters. The model's
+    "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters, a module of
+    bfloat16 experts ``NestedExperts``. The model's
     results stay the same, bit for bit with the compiled kernels, and it can draft for itself: ``model.generate(...,
     assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be moved, saved and loaded like any model.
     ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they are, beside nested weights.
@@ -44,14 +47,15 @@ def nest(
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
     calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then
         chosen with GPTQ's error feedback (arXiv 2210.17323) on this text; exact values do not change. A few samples of
-        some hundred tokens are enough; each runs through the model once for every 256 MB of Hessians.
+        some hundred tokens are enough; each runs through the model once for every 256 MB of Hessians. The drafts of
+        experts are the nearest levels, without it.
 
     Tensors are converted one at a time, the largest first, on the CPU in their own memory. The peak is the size of the
     result (1.016 times the linear weights) plus 0.28 of one weight. One weight exists twice for a moment on a GPU,
     with calibration, if 16 does not divide the number of outputs, or if something else holds the tensor (an optimizer,
     an early_exit view, the caller); the other holder keeps the old tensor. A warning names the layers that stay plain:
     other in_features, weights that are not bfloat16, shared by several linears, or with too many values below 2^-30 of
-    their block; fused experts; Conv1D. After an error the model is as it was before the call.
+    their block; experts of an unknown kind; Conv1D. After an error the model is as it was before the call.
 
     Raises TypeError if ``model`` is not a PreTrainedModel; ValueError if it is nested already, quantized, not in
     bfloat16 or not wholly in memory, for NaN or Inf (naming the tensor), an unknown codebook, or invalid calibration
@@ -59,17 +63,19 @@ def nest(
     """
     given, model = model, without_wrapper(model, "nest")
     plan = _checked_plan(model, codebook)
-    samples = None
-    if calibration is not None:
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        samples = read_samples(calibration, vocabulary, next(model.parameters()).device)
+    samples = None if calibration is None else _read(model, calibration)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
-    if not any(map(is_nested, model.modules())):
+    if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
     settings = {"format": FORMAT.written, "codebook": codebook, "modules_to_not_convert": kept_linears(model, plan)}
     attach_quantizer(model, settings)
     tell_kept(model, plan)
     return given
+
+
+def _read(model: PreTrainedModel, calibration: Iterable) -> list[Tensor]:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return read_samples(calibration, vocabulary, next(model.parameters()).device)
 
 
 def unnest(model: PreTrainedModel) -> PreTrainedModel:
@@ -91,7 +97,7 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(
             f"unnest: the model is {dtype}, which cannot hold its weights: model.to(torch.bfloat16) first"
         )
-    other = next((m for m in model.modules() if isinstance(m, PackedModule) and not is_nested(m)), None)
+    other = next((m for m in model.modules() if isinstance(m, PackedModule) and not holds_draft(m)), None)
     if other is not None:
         raise ValueError(
             f"unnest: this {type(model).__name__} holds a {type(other).__name__} and nested weights, as a cast does: "
@@ -116,8 +122,13 @@ def nest_planned(
     state_of(model).drop_engines()  # compiled over the plain weights, and holding them; the next call builds anew
     groups = [[name] for name in _largest_first(model, plan)] if samples is None else _groups(model, plan)
     # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
-    bar = logging.tqdm(total=len(plan.paths), desc="Nesting", unit="tensor", leave=False)
+    bar = logging.tqdm(total=len(plan.paths) + len(plan.experts), desc="Nesting", unit="tensor", leave=False)
     with bar, undone(model) as done:
+        for name, paths in plan.experts.items():
+            why = nest_experts(model, name, paths, codebook, switch, done)
+            if why is not None:
+                plan.kept |= dict.fromkeys(paths, why)
+            bar.update()
         for names in groups:
             found = {}
             if samples is not None:
@@ -143,7 +154,7 @@ def _groups(model: nn.Module, plan: Plan) -> list[list[str]]:
 
 def _nest_one(
     model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, hessian: Tensor | None,
-    done: list[Swap],
+    done: list[Swap | ExpertSwap],
 ) -> str | None:  # fmt: skip
     """Why the weight stays as it is after all."""
     linear = model.get_submodule(name)
@@ -160,7 +171,7 @@ def _nest_one(
 
 
 def _nest_in_place(
-    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[Swap]
+    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[Swap | ExpertSwap]
 ) -> str | None:
     linear = model.get_submodule(name)
     nesting = NestingInPlace(linear.weight.detach(), codebook, f"{name}.weight")
@@ -183,16 +194,17 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
     if not isinstance(codebook, str):
         raise TypeError(f"nest: codebook is {codebook!r}, expected a name")
     require_codebook_name(codebook)
-    if any(is_nested(module) for module in model.modules()):
+    if any(holds_draft(module) for module in model.modules()):
         raise ValueError(
             f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
     require_dense(model, "nest", adapters=True)
     plan = plan_of(model)
-    if not plan.paths:
+    if not plan.paths and not plan.experts:
         raise ValueError(nothing_to_nest(model, plan))
     for name in plan.paths:
         require_finite_float(f"{name}.weight", model.get_submodule(name).weight.detach(), "nest")
+    require_finite_experts(model, plan)
     return plan
 
 
@@ -210,7 +222,13 @@ def _too_many_escapes(index: Tensor | None, out_features: int, in_features: int)
 
 def kept_linears(model: nn.Module, plan: Plan) -> list[str]:
     """Those of the plan's kept modules that loading would nest if the config did not name them."""
-    return sorted(path for path in plan.kept if is_dense(model.get_submodule(path)))
+    kept = [path for path in plan.kept if _is_module(model, path)]
+    return sorted(path for path in kept if is_dense(own := model.get_submodule(path)) or is_experts(own))
+
+
+def _is_module(model: nn.Module, path: str) -> bool:
+    parent, _, name = path.rpartition(".")  # a parameter of experts of an unknown kind is kept, too
+    return name in model.get_submodule(parent)._modules
 
 
 def tell_kept(model: nn.Module, plan: Plan) -> None:

@@ -30,32 +30,33 @@ from ..ops.tiles import TILE_BYTES, TILE_OUTPUTS
 _LEAST, _SHARE = 1 << 14, 256  # of so many parts of a weight one is packed at once: some 30 bytes for each element
 
 
-def can_nest_in_place(linear: nn.Linear, owners: int) -> bool:
-    """Whether ``linear.weight`` may be overwritten: whole tiles of the CPU's order, in memory that nothing but so many
-    modules (``owners``) can see. An optimizer, an early_exit or a tensor that a caller holds, a part of a larger
-    memory, shared or file-backed memory: what sees more gets a nested weight beside it, and keeps its own.
+def can_nest_in_place(module: nn.Module, owners: int, name: str = "weight") -> bool:
+    """Whether a weight ``[..., out, in]`` of a module may be overwritten: whole tiles of the CPU's order, in memory
+    that nothing but so many modules (``owners``) can see. An optimizer, an early_exit or a tensor that a caller holds,
+    a part of a larger memory, shared or file-backed memory: what sees more gets a nested weight beside it, and keeps
+    its own.
 
     The tiles of a GPU need more than these 2 bytes: their draft tiles hold the exponents too.
     """
-    weight = linear._parameters["weight"]
+    weight = module._parameters[name]
     if type(weight) is not nn.Parameter or weight.device.type != "cpu" or serves(weight):
         return False
     storage = weight.untyped_storage()
-    whole = weight.is_contiguous() and storage.nbytes() == weight.nbytes and weight.shape[0] % TILE_OUTPUTS == 0
+    whole = weight.is_contiguous() and storage.nbytes() == weight.nbytes and weight.shape[-2] % TILE_OUTPUTS == 0
     if not whole or not weight.numel() or storage.is_shared() or storage.filename is not None:
         return False
     del weight, storage
     alone = nn.Linear(1, 1, bias=False)
-    counts, least = _seen_by(linear), _seen_by(alone)
+    counts, least = _seen_by(module, name), _seen_by(alone, "weight")
     return counts == (least[0] + owners - 1, *least[1:])
 
 
-def _seen_by(linear: nn.Linear) -> tuple[int, ...]:
+def _seen_by(module: nn.Module, name: str) -> tuple[int, ...]:
     """How many refer to the weight in Python, to its tensor, and to its memory in C++ and in Python."""
-    storage = linear._parameters["weight"].untyped_storage()
+    storage = module._parameters[name].untyped_storage()
     return (
-        sys.getrefcount(linear._parameters["weight"]),
-        linear._parameters["weight"]._use_count(),
+        sys.getrefcount(module._parameters[name]),
+        module._parameters[name]._use_count(),
         torch._C._storage_Use_Count(storage._cdata),
         sys.getrefcount(storage),
     )

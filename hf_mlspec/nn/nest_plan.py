@@ -12,6 +12,7 @@ from ..formats.nested import BLOCK
 from ..ops.nested.tiles_cuda import LARGEST_SCALE
 from .adapters import of_adapters
 from .castable import listed, unfit, unfit_linear
+from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
 from .nested import is_table
 from .transforms import TransformedLinear
@@ -22,22 +23,31 @@ TOO_LARGE = 2.0 ** (LARGEST_SCALE + 1 - 127)  # the least magnitude whose block 
 @dataclass
 class Plan:
     """What will be nested: every path of every linear, by the first; tables: of an embedding tied to one, its paths by
-    that linear's first path. kept: what stays as it is, and why."""
+    that linear's first path. experts: every path of modules of experts, by the first. kept: what stays as it is, and
+    why."""
 
     paths: dict[str, list[str]] = field(default_factory=dict)
+    experts: dict[str, list[str]] = field(default_factory=dict)
     tables: dict[str, list[str]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
 
 def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
     """What of ``model`` can be nested; ``kept``: paths that are to stay as they are."""
-    plan = Plan(kept=dict(unfit(model, BLOCK, experts=False)))
+    plan = Plan(kept=dict(unfit(model, BLOCK)))
     chosen, first = set(kept), {}
     owners, left_out = _owners(model), of_adapters(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TransformedLinear):
             plan.kept[path] = "it transforms its inputs"
-        if not is_dense(module) or id(module) in left_out or path in chosen or unfit_linear(module, BLOCK):
+        if id(module) in left_out or path in chosen:
+            continue
+        if is_experts(module) and path not in plan.kept:
+            if why := _unfit_experts(module, path, owners):
+                plan.kept[path] = why
+            else:
+                plan.experts.setdefault(first.setdefault(id(module), path), []).append(path)
+        if not is_dense(module) or unfit_linear(module, BLOCK):
             continue
         if why := _unfit(module, owners):
             plan.kept[path] = why
@@ -47,6 +57,20 @@ def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
         if tables := _tables(model, module.weight):
             plan.tables[name] = tables
     return plan
+
+
+def _unfit_experts(experts: nn.Module, path: str, owners: dict[int, list[nn.Module]]) -> str | None:
+    """Why experts that blocks of 32 divide are not nested."""
+    for key in ExpertModule.of(experts, path).sizes:
+        weight = getattr(experts, key)
+        if weight.dtype != torch.bfloat16:
+            return f"its {key} is {weight.dtype}"
+        if not weight.is_meta and TOO_LARGE <= _largest(weight.detach()) < float("inf"):
+            return f"its {key} holds a value of 2^32 or larger, which the kernels of GPUs do not take"
+        others = [module for module in owners.get(id(weight), ()) if module is not experts]
+        if others:
+            return f"its {key} is shared with a {type(others[0]).__name__}"
+    return None
 
 
 def _tables(model: nn.Module, weight: nn.Parameter) -> list[str]:

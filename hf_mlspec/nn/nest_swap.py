@@ -1,4 +1,4 @@
-"""How does one linear of a model, with the tables tied to it, give its place to a nested one, and get it back?"""
+"""How does a linear of a model, with the tables tied to it, or a module of experts give its place to a nested one?"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .castable import is_nested
 from .hooks import keep_hook
 from .linear import KernelLinear
 from .nested import NestedEmbedding, NestedLinear
+from .nested_experts import NestedExperts, is_nested_experts
 
 _HOOKS = (
     "_forward_hooks",
@@ -64,10 +65,35 @@ class Swap:
         return KernelLinear.over(linear) if self.kind is KernelLinear else linear
 
 
+@dataclass(frozen=True)
+class ExpertSwap:
+    """Where a module of experts stands, and what its weights were or are to be."""
+
+    paths: list[str]
+    requires_grad: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def put_nested(self, model: nn.Module, experts: NestedExperts) -> None:
+        """``experts`` in place of the dense ones."""
+        _take_over(model.get_submodule(self.paths[0]), experts)
+        _put(model, self.paths, experts)
+
+    def put_back(self, model: nn.Module) -> None:
+        """The dense experts with their exact weights in place of what is nested of them."""
+        experts = model.get_submodule(self.paths[0])
+        if not is_nested_experts(experts):
+            return
+        dense = experts.dequantized_module(self.dtype)
+        for key in experts.names:
+            getattr(dense, key).requires_grad_(self.requires_grad)
+        _take_over(experts, dense)
+        _put(model, self.paths, dense)
+
+
 @contextmanager
-def undone(model: nn.Module) -> Iterator[list[Swap]]:
+def undone(model: nn.Module) -> Iterator[list[Swap | ExpertSwap]]:
     """A list for what is nested inside; whatever is raised there, an interrupt too, all of it is put back."""
-    done: list[Swap] = []
+    done: list[Swap | ExpertSwap] = []
     try:
         yield done
     except BaseException:
@@ -76,10 +102,11 @@ def undone(model: nn.Module) -> Iterator[list[Swap]]:
         raise
 
 
-def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[Swap]:
+def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[Swap | ExpertSwap]:
     """All that is nested in a model; requires_grad, dtype: of the weights that it is to get back."""
     linears: dict[int, list[str]] = {}
     tables: dict[int, list[str]] = {}
+    experts: dict[int, list[str]] = {}
     heads = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if is_nested(module):
@@ -87,11 +114,14 @@ def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> l
             heads[id(module)] = module
         elif isinstance(module, NestedEmbedding):
             tables.setdefault(id(module), []).append(path)
+        elif is_nested_experts(module):
+            experts.setdefault(id(module), []).append(path)
     of_head = {
         key: [path for paths in tables.values() if model.get_submodule(paths[0]).shares(head) for path in paths]
         for key, head in heads.items()
     }
-    return [Swap(paths, of_head[key], nn.Linear, requires_grad, dtype) for key, paths in linears.items()]
+    swaps = [Swap(paths, of_head[key], nn.Linear, requires_grad, dtype) for key, paths in linears.items()]
+    return swaps + [ExpertSwap(paths, requires_grad, dtype) for paths in experts.values()]
 
 
 def _put(model: nn.Module, paths: list[str], module: nn.Module) -> None:

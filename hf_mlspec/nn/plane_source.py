@@ -57,9 +57,12 @@ class PlaneSource(Protocol):
     top: int
     copies_in_graphs: bool
 
-    def reading(self, linear: PlanesLinear, num_planes: int) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+    def reading(self, linear: PlanesLinear, num_planes: int) -> AbstractContextManager[tuple[Tensor | None, ...]]:
         """A block inside of which the first ``num_planes`` planes are there: plane_tiles, which may store no others,
-        and scale_tiles. Errors where a plane cannot be had."""
+        scale_tiles, and on a GPU what `ops.bitplane_linear` takes as apart. Errors where a plane cannot be had."""
+
+    def expect(self, linear: PlanesLinear, num_planes: int) -> None:
+        """The next product of a layer is likely to read so many planes: they may be fetched ahead of it."""
 
     def alone(self) -> AbstractContextManager:
         """A block inside of which no other thread reads. Who asks for planes while a team of threads computes begins

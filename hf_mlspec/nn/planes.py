@@ -100,16 +100,16 @@ class PlanesLinear(PackedLinear):
         with self._reading(num_planes) as tiles:
             return self._times(x, tiles, num_planes)
 
-    def _reading(self, num_planes: int) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        """A block inside of which there are tiles with the first ``num_planes`` planes, and their scales."""
+    def _reading(self, num_planes: int) -> AbstractContextManager[Sequence[torch.Tensor | None]]:
+        """A block inside of which there is what `PlaneSource.reading` gives."""
         return nullcontext(self._for_product()[:2]) if self.source is None else self.source.reading(self, num_planes)
 
-    def _times(self, x: torch.Tensor, tiles: Sequence[torch.Tensor], num_planes: int) -> torch.Tensor:
+    def _times(self, x: torch.Tensor, tiles: Sequence[torch.Tensor | None], num_planes: int) -> torch.Tensor:
         # Knows the group and the zero, which no tile tells.
         return ops.bitplane_linear(
-            x, *tiles, self._rows, self.bias,
+            x, *tiles[:2], self._rows, self.bias,
             group_size=self.group_size, zero_doubled=self.zero_doubled, num_planes=num_planes,
-            total_planes=self.num_planes,
+            total_planes=self.num_planes, apart=tiles[2:],
         )  # fmt: skip
 
     def stream_(self, source: PlaneSource | None, tiles: Sequence[torch.Tensor]) -> PlanesLinear:

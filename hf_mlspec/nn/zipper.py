@@ -9,8 +9,7 @@ import torch
 from .. import ops
 from ..formats import Parts
 from ..formats.zipper import HEADER, HIGH_PARTS, LOW, WHOLE, Split
-from ..ops.planes import planes_fit_device
-from ..ops.zipper import high_part, low_settings, split_of
+from ..ops.zipper import high_part, split_of, zipper_fit_device
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing
 from .zipper_host import HostRows, begun, to_host, zipper_host_linear
@@ -20,8 +19,8 @@ class ZipperLinear(PackedLinear):
     """``y = x W^T + b`` with W of 4 to 8 bits and one scale a row, split in two (formats/zipper/codes.py).
 
         parameter        dtype     on disk, in state_dict()    in tiles, from the first forward on (ops/zipper.py)
-        weight_planes    uint8     [K, out, in / 8]            the low part's, in tiles of bit-planes
-        weight_scale     float16   [out, 1]                    the low part's, in tiles of bit-planes
+        weight_planes    uint8     [K, out, in / 8]            the low part's, in tiles of int4 codes or bit-planes
+        weight_scale     float16   [out, 1]                    the low part's, in the same tiles
         weight_split     int32     [4]                         [4 + 2 out + 1 + terms]: behind it the high part
 
     With high_part "host" a layer on a GPU keeps the high part in the host's memory, where the CPU adds it
@@ -51,12 +50,7 @@ class ZipperLinear(PackedLinear):
         bits = self.switch.bits
         low_only = bits.weight == LOW.weight
         if self._host is not None and not low_only:
-            if bits.activation != WHOLE.activation:
-                raise ValueError(
-                    f"a high part on the host meets {WHOLE.activation}-bit activations, not {bits.activation}-bit "
-                    'ones: load the model with MLSpecConfig(format="zipper", high_part="device")'
-                )
-            return self._with_host(x, held)
+            return self._with_host(x, held, bits.activation)
         return ops.zipper_linear(
             x, held, self._rows, self.bias, how=self.how, low_only=low_only, activation_bits=bits.activation
         )
@@ -65,10 +59,11 @@ class ZipperLinear(PackedLinear):
         super()._load_from_state_dict(*args, **kwargs)
         self._how = None
 
-    def _with_host(self, x: torch.Tensor, held: Parts) -> torch.Tensor:
+    def _with_host(self, x: torch.Tensor, held: Parts, activation_bits: int) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         pending = begun(rows, [self._host])
-        low = ops.bitplane_sums(rows, held.planes, held.scale, self._rows, **low_settings(self.in_features, self.how))
+        how = {"how": self.how, "activation_bits": activation_bits}
+        low = ops.zipper_low_sums(rows, held.planes, held.scale, self._rows, **how)
         return zipper_host_linear(rows, low, pending, self.bias).reshape(*x.shape[:-1], self._rows)
 
     @property
@@ -112,7 +107,7 @@ class ZipperLinear(PackedLinear):
 
 register_packing(
     Packing(
-        ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=planes_fit_device,
+        ZipperLinear, ops.prepack_zipper, ops.unprepack_zipper, fits=zipper_fit_device,
         beside=lambda *parts: (None, None, high_part(*parts)),
     )
 )  # fmt: skip

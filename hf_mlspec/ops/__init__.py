@@ -13,9 +13,16 @@ from .cuda_library import why_no_cuda_kernels
 from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
 from .expert_plans import plan_rows, route_rows
-from .experts import dense_expert_rows, int4_expert_rows, mxfp4_expert_rows, weighted_norm_rows, weighted_rows
+from .experts import (
+    dense_expert_rows,
+    int4_expert_rows,
+    mxfp4_expert_rows,
+    nested_expert_rows,
+    weighted_norm_rows,
+    weighted_rows,
+)
 from .hadamard import gated_hadamard, hadamard_rows
-from .int4 import int4_dequantize, int4_linear, prepack_int4, unprepack_int4
+from .int4 import int4_dequantize, int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .int4_int8 import int4_int8_linear, prepack_int4_int8, unprepack_int4_int8
 from .library import KernelError, UnreadableLibrary, kernel_table, library_hash, why_not_compiled
 from .lut import lut_linear, prepack_lut, unprepack_lut
@@ -36,7 +43,15 @@ from .rows import (
     silu_mul,
 )
 from .words import pack_awq_words, pack_gptq_words
-from .zipper import prepack_zipper, unprepack_zipper, zipper_high_joined, zipper_high_linear, zipper_linear
+from .zipper import (
+    prepack_zipper,
+    unprepack_zipper,
+    zipper_high_joined,
+    zipper_high_linear,
+    zipper_linear,
+    zipper_low_linear,
+    zipper_low_sums,
+)
 
 __all__ = [
     "KernelError",
@@ -59,11 +74,13 @@ __all__ = [
     "int4_expert_rows",
     "int4_int8_linear",
     "int4_linear",
+    "int4_sums",
     "kernel_table",
     "library_hash",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
+    "nested_expert_rows",
     "nested_linear",
     "nested_rows",
     "ordered_rows",
@@ -106,4 +123,6 @@ __all__ = [
     "zipper_high_joined",
     "zipper_high_linear",
     "zipper_linear",
+    "zipper_low_linear",
+    "zipper_low_sums",
 ]

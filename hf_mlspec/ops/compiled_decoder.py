@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from .rows import ACTIVATIONS
 # mlspec::PlaneReader
 PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)  # mlspec::ChooseWidth
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -85,10 +87,10 @@ class Experts:
     router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
     float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
     renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
-    BF16, F32, MXFP4 or INT4; their tensors, biases too, have a first axis of experts: ``[count, 2 inner, hidden]``,
-    rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate and up come
-    in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up and down, or
-    {}.
+    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner,
+    hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate
+    and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up
+    and down, or {}.
     """
 
     router: Tensor
@@ -104,8 +106,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of gated delta nets, all of a decoder alike. taps: of the convolution. grouped: delta_qkv computes of
-    every key head its query, key, values and gates, and delta_b of every one its b and a (Qwen3-Next)."""
+    """Sizes of gated delta nets, or of layers of Mamba-2, all of a decoder alike. taps: of the convolution. grouped:
+    delta_qkv computes of every key head its query, key, values and gates, and delta_b of every one its b and a
+    (Qwen3-Next). additive: Mamba-2 (arXiv 2405.21060): a state takes values as they are, delta_qkv computes gates,
+    values, keys (B), queries (C) and a time step a head, and there is no delta_z, _b or _a. normed: elements of what
+    heads give that are normed together, None: those of a head."""
 
     key_heads: int
     value_heads: int
@@ -113,11 +118,23 @@ class DeltaSizes:
     value_dim: int
     taps: int
     grouped: bool = False
+    additive: bool = False
+    normed: int | None = None
+
+    @property
+    def values(self) -> int:
+        """Elements of what all heads give."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def kept_width(self) -> int:
         """Numbers of a token from which states are made again: its channels, decays and betas."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 2)
+        return self.channels + 2 * self.value_heads
 
 
 @dataclass(frozen=True)
@@ -125,13 +142,18 @@ class DeltaNet:
     """What stands in a layer for q, k, v and o, beside its linears delta_qkv, _z, _b, _a and _out; float32.
 
     taps: ``[taps, channels]`` of the convolution, of the oldest token first. rate, shift: ``[value_heads]``; the log
-    of a decay is rate * softplus(a + shift). norm: ``[value_dim]``.
+    of a decay is rate * softplus(a + shift). norm: ``[value_dim]``, of Mamba-2 ``[values]``, with eps. bias:
+    ``[channels]`` of the convolution, None: there is none. skip: ``[value_heads]``, of Mamba-2 alone: how much of its
+    values a head gives beside what its state says.
     """
 
     taps: Tensor
     rate: Tensor
     shift: Tensor
     norm: Tensor
+    eps: float
+    bias: Tensor | None = None
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,8 @@ class Sizes:
     norms_have_mean: layer norms, not RMS norms. rotates_pairs: an element and its neighbour. parallel: attention and
     MLP read one sum. grouped_qkv: q computes the queries, key and value of one key head after the other.
     norms_behind_rotation: of queries and keys. plain_mlp: down(activation(up)). gated_heads: q computes of every head
-    its query and a gate of what the head gives. delta: of layers that are gated delta nets, None where there are none.
+    its query and a gate of what the head gives. delta: of layers that are gated delta nets or Mamba-2, None where
+    there are none. no_mlp: no layer has one.
     """
 
     hidden: int
@@ -177,6 +200,7 @@ class Sizes:
     plain_mlp: bool = False
     gated_heads: bool = False
     delta: DeltaSizes | None = None
+    no_mlp: bool = False
 
 
 def has_compiled_decoder() -> bool:
@@ -197,7 +221,7 @@ def compiled_decoder(
     dims = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate, sizes.vocab]
     dims += [sizes.embeddings, sizes.rotary_dim, ACTIVATIONS[sizes.activation], int(kv_dtype == torch.bfloat16)]
     dims += map(int, (sizes.norms_have_mean, sizes.rotates_pairs, sizes.parallel, sizes.grouped_qkv))
-    dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp, sizes.gated_heads))
+    dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp, sizes.gated_heads, sizes.no_mlp))
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
     if not isinstance(embedding, NestedTable):
@@ -213,6 +237,22 @@ def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
     a weight are in their place, until end(key). Both are called by the thread that calls the decoder; neither may
     raise. They have to live as long as the decoder."""
     decoder.set_plane_reader(*(ctypes.cast(one, ctypes.c_void_p).value for one in (begin, end)))
+
+
+def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
+    """What `choose_widths` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
+    hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
+
+    def chosen(block: int, address: int, tokens: int) -> int:
+        numbers = (ctypes.c_float * (tokens * hidden)).from_address(address)
+        return choose(block, torch.frombuffer(numbers, dtype=torch.float32).view(tokens, hidden))
+
+    return ChooseWidth(chosen)
+
+
+def address_of(callback: ChooseWidth) -> int:
+    """Where compiled code calls it; it has to live as long as the call."""
+    return ctypes.cast(callback, ctypes.c_void_p).value
 
 
 def set_linear(decoder, name: str, weight: Weight) -> None:
@@ -234,14 +274,15 @@ def set_linear(decoder, name: str, weight: Weight) -> None:
 
 
 def set_delta_sizes(decoder, sizes: DeltaSizes) -> None:
-    """Say how large gated delta nets are, before the first."""
+    """Say how large recurrent layers are, before the first."""
     heads = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim
-    decoder.set_delta_shape([*heads, sizes.taps, int(sizes.grouped)])
+    how = int(sizes.grouped), int(sizes.additive), sizes.normed or sizes.value_dim
+    decoder.set_delta_shape([*heads, sizes.taps, *how])
 
 
 def set_delta(decoder, net: DeltaNet) -> None:
-    """Make the newest layer a gated delta net; its linears follow."""
-    decoder.set_delta(net.taps, net.rate, net.shift, net.norm)
+    """Make the newest layer a gated delta net, or one of Mamba-2; its linears follow."""
+    decoder.set_delta(net.taps, net.rate, net.shift, net.norm, net.eps, net.bias, net.skip)
 
 
 def set_experts(decoder, experts: Experts) -> None:
@@ -255,6 +296,12 @@ def set_experts(decoder, experts: Experts) -> None:
     if experts.clamp is not None:
         decoder.set_pairs(*experts.clamp)
     for name, weight in (("up", experts.up), ("down", experts.down)):
+        if weight.format == NESTED:
+            tiles = weight.weight, weight.scale, weight.low, weight.codebook
+            escapes = weight.escape_rows, weight.escape_weight
+            shape = weight.in_features, weight.out_features
+            decoder.set_nested_experts(name, *shape, *tiles, *escapes, weight.bias, *weight.bits)
+            continue
         tensors = weight.weight, weight.scale, weight.zero, weight.bias
         shape = weight.format, weight.in_features, weight.out_features
         decoder.set_experts(name, *shape, *tensors, weight.group_size, weight.bits.activation or 16)
@@ -278,7 +325,7 @@ def _set_weight(decoder, name: str, weight: Weight) -> None:
         return
     if weight.format == ZIPPER:
         tiles = weight.weight, weight.scale, weight.high
-        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, weight.bits.weight)
+        decoder.set_zipper(name, *shape, *tiles, weight.bias, weight.group_size, *weight.bits)
         return
     if weight.outliers:
         decoder.set_outliers(name, *shape, weight.weight, weight.scale, weight.bias, weight.bits.activation or 16)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..formats.nested.codebooks import LEVELS
 from .dense import _bf16_linear, _f32_linear
 from .expert_plans import most_items
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
+from .nested import nested_linear, require_nested_bits
 from .operator import CACHE_FLOATS, Operands, operator
 from .rows import _rms_norm, gated_pairs
 
@@ -150,6 +152,55 @@ def int4_expert_rows(
     ``int4_linear`` multiplies each."""
     how = out_features, group_size, activation_bits, activation_clip, slope, limit
     return _int4_expert_rows(x, weight_tiles, scale_tiles, zero_tiles, bias, experts, plan, *how)
+
+
+def _check_nested(given: Operands) -> None:
+    """Of nested experts in tiles, as `_check_stacked`."""
+    parts = [given.draft_tiles, given.exponent_tiles, given.low_tiles]
+    if any(part.ndim != 4 for part in parts) or len({len(part) for part in parts}) > 1 or not len(parts[0]):
+        raise ValueError(
+            f"{given.op}: draft, exponent and low tiles have shapes {[list(part.shape) for part in parts]}, expected "
+            "4 axes from prepack_nested, as many experts first"
+        )
+    given.require_part("codebook", torch.uint8, [len(parts[0]), LEVELS])
+    require_nested_bits(given)
+    _check_rows(given, len(parts[0]), given.x.shape[-1], given.out_features)
+
+
+@operator(_check_nested, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _nested_expert_rows(
+    x: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, codebook: Tensor, bias: Tensor | None,
+    experts: Tensor, plan: Tensor, out_features: int, weight_bits: int, activation_bits: int, slope: float,
+    limit: float,
+) -> Tensor:  # fmt: skip
+    """Knows no escapes."""
+    how = {"weight_bits": weight_bits, "activation_bits": activation_bits}
+
+    def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
+        tiles = draft_tiles[expert], exponent_tiles[expert], low_tiles[expert], codebook[expert]
+        return nested_linear(rows, *tiles, out_features, own, **how)
+
+    return _gated(_by_expert(x, bias, experts, len(draft_tiles), out_features, multiply), slope, limit)
+
+
+def nested_expert_rows(
+    x: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, codebook: Tensor, bias: Tensor | None,
+    experts: Tensor, plan: Tensor, out_features: int, weight_bits: int, activation_bits: int, slope: float = 0.0,
+    limit: float = 0.0, *, escape_rows: Tensor | None = None, escape_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times nested weights, those of ``prepack_nested`` of every expert stacked, codebook
+    uint8 ``[experts, 8]``: at 16 and 16 bits exactly, with the bits of ``dense_expert_rows`` on the weight that was
+    nested, at 4 and 16 or 8 the draft. Outputs that have escapes are among escape_rows int64 ``[experts, k]``, whole
+    rows escape_weight bfloat16 ``[experts, k, in]``: the exact product takes them from there."""
+    how = out_features, weight_bits, activation_bits
+    tiles = draft_tiles, exponent_tiles, low_tiles, codebook
+    if escape_rows is None or escape_weight is None or weight_bits != 16:
+        return _nested_expert_rows(x, *tiles, bias, experts, plan, *how, slope, limit)
+    y = _nested_expert_rows(x, *tiles, bias, experts, plan, *how, 0.0, 0.0)
+    own = None if bias is None else bias.gather(1, escape_rows)
+    exact = dense_expert_rows(x, escape_weight, own, experts, plan)
+    rows = escape_rows[experts.flatten().long().clamp(max=len(escape_rows) - 1)]
+    return _gated(y.scatter_(1, rows, exact), slope, limit)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

@@ -14,7 +14,7 @@ from ..formats.mxfp4 import BLOCK
 from ..formats.packing import unpack_nibbles
 from . import tiles, tiles_cuda
 from .cuda_library import serves
-from .operator import Operands, like_x, operator
+from .operator import REFERENCES, Operands, like_x, operator
 from .products import bias_of, finish, in_slices, integer_product, rounded, tiles_of
 from .tiles_cuda import PAIR_INPUTS, PAIR_OUTPUTS, SHAPE_ONLY, in_pairs
 
@@ -95,6 +95,35 @@ def int4_linear(
     """
     how = group_size, activation_bits, activation_clip
     return _int4_linear(x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, *how)
+
+
+def _check_sums(given: Operands) -> None:
+    vars(given)["bias"] = None
+    in_features = _check_weight(given)
+    given.require_choice("activation_bits", (4, 8, 16))
+    given.require_rows(in_features, given.out_features)
+
+
+@operator(
+    _check_sums,
+    lambda given: given.x.new_empty((*given.x.shape[:-1], given.out_features), dtype=torch.float32),
+    composed_on_cpu=True,
+)
+def _int4_sums(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int,
+    group_size: int, activation_bits: int,
+) -> Tensor:  # fmt: skip
+    multiply = REFERENCES["int4_linear"] if x.is_cuda else _int4_linear  # the kernel on a GPU rounds
+    tiles_and_shape = weight_tiles, scale_tiles, zero_tiles, out_features
+    return multiply(x.float(), *tiles_and_shape, None, group_size, activation_bits, 1.0)
+
+
+def int4_sums(
+    x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, out_features: int, *,
+    group_size: int, activation_bits: int = 16,
+) -> Tensor:  # fmt: skip
+    """``int4_linear`` of x of any float dtype without the last rounding -> float32 ``[..., out]``."""
+    return _int4_sums(x, weight_tiles, scale_tiles, zero_tiles, out_features, group_size, activation_bits)
 
 
 @operator(_check_weight, lambda given: given.weight_tiles.new_empty(

@@ -1,7 +1,8 @@
 """What is a weight in two parts to the kernels: planes of the low part, and the op that adds the sparse high part?
 
     on disk    planes [K, out, in / 8], scale [out, 1], split [4]                    (formats/zipper/weight.py)
-    in tiles   planes, scale of the low part as bit-planes are (planes/), with the row's scale in every group;
+    in tiles   planes, scale of the low part, with the row's scale in every group: of 4 bits as int4 weights are
+               (int4.py), in groups of the inputs that share a scale as integers; else as bit-planes are (planes/);
                split int32 [4 + out + out + 1 + n]: the four integers, a step of the high part for each row (the bits
                of float32), starts and terms of its sparse rows (formats/zipper/sparse.py)
 """
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 
 from ..formats import zipper
+from ..formats.packing import pack_nibbles, unpack_nibbles
 from ..formats.planes import GROUP_SIZES, pack_planes, unpack_planes
 from ..formats.zipper import HEADER, MODES, SparseRows, Split, ZipperParts
+from .cuda_library import serves
+from .int4 import int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .operator import REFERENCES, Operands, operator
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .products import bias_of, finish, in_slices, integer_product, rounded
+from .tiles import TILE_BYTES
 
 MOST_JOINED = 3  # weights that a kernel of a GPU reads at once: queries, keys, values
 _ROWS = 64  # of x, whose terms are gathered together
@@ -146,29 +151,51 @@ def zipper_linear(
     times its low part alone. x is rounded to bfloat16; products are exact, sums float32.
 
     activation_bits: 8 or 4: the low part meets x as integers, one scale a row and 64 inputs, or 32 where 64 do not
-    divide (formats/activations.py), the high part x as before (ZipperQuant). That is plain torch on every device.
-    ValueError for other bits.
+    divide (formats/activations.py), the high part x as before (ZipperQuant). ValueError for other bits.
     """
-    if activation_bits != 16:
-        return _on_integers(x, tiles, out_features, bias, how, low_only, activation_bits)
-    settings = low_settings(x.shape[-1], how)
     if low_only:
-        return bitplane_linear(x, tiles.planes, tiles.scale, out_features, bias, **settings)
-    low = bitplane_sums(x, tiles.planes, tiles.scale, out_features, **settings)
+        low = tiles.planes, tiles.scale, out_features, bias
+        return zipper_low_linear(x, *low, how=how, activation_bits=activation_bits)
+    low = zipper_low_sums(x, tiles.planes, tiles.scale, out_features, how=how, activation_bits=activation_bits)
     return zipper_high_linear(x, low, tiles.split, bias)
+
+
+def zipper_low_linear(
+    x: Tensor, planes: Tensor, scale: Tensor, out_features: int, bias: Tensor | None = None, *, how: Split,
+    activation_bits: int = 16,
+) -> Tensor:  # fmt: skip
+    """The low part of ``zipper_linear`` alone, rounded once -> ``[..., out]`` in x.dtype.
+
+    Integers meet a low part of 4 bits in the kernels of int4 weights, one of other bits in plain torch.
+    """
+    if how.low_is_int4:
+        own = {"group_size": zipper.activation_group(x.shape[-1]), "activation_bits": activation_bits}
+        return int4_linear(x, planes, scale, None, out_features, bias, **own)
+    if activation_bits != 16:
+        return _on_integers(x, planes, scale, out_features, bias, how, activation_bits)
+    return bitplane_linear(x, planes, scale, out_features, bias, **_plane_settings(x.shape[-1], how))
+
+
+def zipper_low_sums(
+    x: Tensor, planes: Tensor, scale: Tensor, out_features: int, *, how: Split, activation_bits: int = 16
+) -> Tensor:
+    """``zipper_low_linear`` without the last rounding -> float32 ``[..., out]``."""
+    if how.low_is_int4:
+        own = {"group_size": zipper.activation_group(x.shape[-1]), "activation_bits": activation_bits}
+        return int4_sums(x, planes, scale, None, out_features, **own)
+    if activation_bits != 16:
+        return _on_integers(x.float(), planes, scale, out_features, None, how, activation_bits)
+    return bitplane_sums(x, planes, scale, out_features, **_plane_settings(x.shape[-1], how))
 
 
 def _on_integers(
-    x: Tensor, tiles: ZipperParts, out_features: int, bias: Tensor | None, how: Split, low_only: bool, bits: int
+    x: Tensor, planes: Tensor, scale: Tensor, out_features: int, bias: Tensor | None, how: Split, bits: int
 ) -> Tensor:
     group = zipper.activation_group(x.shape[-1])
-    planes, scale = unprepack_planes(tiles.planes, tiles.scale, out_features)
+    planes, scale = unprepack_planes(planes, scale, out_features)
     codes = (unpack_planes(planes).to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
     own = scale[:, :1].double().expand(-1, x.shape[-1] // group)
-    if low_only:
-        return integer_product(x, codes, own, group, bits, bias)
-    low = integer_product(x.float(), codes, own, group, bits, None)
-    return zipper_high_linear(x, low, tiles.split, bias)
+    return integer_product(x, codes, own, group, bits, bias)
 
 
 def prepack_zipper(planes: Tensor, scale: Tensor, split: Tensor) -> ZipperParts:
@@ -177,9 +204,11 @@ def prepack_zipper(planes: Tensor, scale: Tensor, split: Tensor) -> ZipperParts:
     low, _ = zipper.split(zipper.to_codes(planes), how)
     codes = (low.to(torch.int16) + 2 ** (how.low_planes - 1)).to(torch.uint8)
     in_features = planes.shape[2] * 8
-    group = low_group(in_features)
-    low_scale = (scale * how.low_unit).expand(-1, in_features // group).contiguous()
-    tiles = prepack_planes(pack_planes(codes, how.low_planes), low_scale)
+    low_scale = (scale * how.low_unit).expand(-1, in_features // low_group(in_features, how)).contiguous()
+    if how.low_is_int4:
+        tiles = prepack_int4(pack_nibbles(codes), low_scale)[:2]
+    else:
+        tiles = prepack_planes(pack_planes(codes, how.low_planes), low_scale)
     return ZipperParts(*tiles, high_part(planes, scale, split))
 
 
@@ -195,8 +224,13 @@ def high_part(planes: Tensor, scale: Tensor, split: Tensor) -> Tensor:
 def unprepack_zipper(planes: Tensor, scale: Tensor, split: Tensor, out_features: int) -> ZipperParts:
     """The inverse of ``prepack_zipper``, bit for bit."""
     how, found = split_of(split), _taken_apart(split, out_features)
-    low_planes, low_scale = unprepack_planes(planes, scale, out_features)
-    low = (unpack_planes(low_planes).to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
+    if how.low_is_int4:
+        packed, low_scale, _ = unprepack_int4(planes, scale, None, out_features)
+        codes = unpack_nibbles(packed)
+    else:
+        low_planes, low_scale = unprepack_planes(planes, scale, out_features)
+        codes = unpack_planes(low_planes)
+    low = (codes.to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
     high = zipper.to_dense(SparseRows(found.starts, found.terms), low.shape[1])
     codes = zipper.join(low, high, how)
     own = (low_scale[:, :1].float() / how.low_unit).half()
@@ -209,15 +243,19 @@ def split_of(split: Tensor) -> Split:
     return Split(bits, low_bits, MODES[mode])
 
 
-def low_settings(in_features: int, how: Split) -> dict[str, int]:
-    """What the product of bit-planes is told of a low part."""
-    planes = how.low_planes
-    return {"group_size": low_group(in_features), "zero_doubled": 2**planes, "num_planes": planes}
+def zipper_fit_device(planes: Tensor) -> bool:
+    """Whether a low part is in the tiles that ops on its device read. Those of a GPU have three axes, the last beyond
+    a tile of int4 codes on a CPU; bit-planes there have four."""
+    return (planes.ndim == 3 and planes.shape[2] > TILE_BYTES) == serves(planes)
 
 
-def low_group(in_features: int) -> int:
+def low_group(in_features: int, how: Split) -> int:
     """Inputs that share a copy of the row's scale among the tiles of the low part."""
+    if how.low_is_int4:
+        return zipper.activation_group(in_features)
     return next(size for size in reversed(GROUP_SIZES) if in_features % size == 0)
 
 
-
+def _plane_settings(in_features: int, how: Split) -> dict[str, int]:
+    planes = how.low_planes
+    return {"group_size": low_group(in_features, how), "zero_doubled": 2**planes, "num_planes": planes}

@@ -1,7 +1,8 @@
 """How does the decoder of GPUs step a model whose rows read as many planes as their prompts were given?
 
 A prompt is read in one step of its own, in which every block chooses as the step comes to it; the host waits for each
-choice. Steps behind it know what they read, so that a graph holds them (engines/cuda/steps.py).
+choice. Where memory is short, an MLP computes a part of its tokens after the other. Steps behind it know what they
+read, so that a graph holds them (engines/cuda/steps.py).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engines.cuda.decoder import CudaDecoder
-from ..engines.cuda.engine import CudaEngine, int32, prefill
+from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill
 from ..engines.cuda.row_bits import RowBits
 from ..engines.cuda.steps import CudaSteps
 from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..engines.cuda.weights import PlanesTilesLinear
 from ..engines.engine import Guess, Rows
+from ..engines.memory import out_of_memory
 from ..precision import Bits
 from .blocks import Block, blocks_of
 from .features import pooled
+from .foresight import LEAD, announce
 from .router import Router
 from .row_widths import RowWidths
 
@@ -47,13 +50,21 @@ class _Scorers:
                 bias = one.inner.bias - inner @ one.mean
                 parts = inner.T, bias, one.outer.weight.T, one.outer.bias
                 self.layers.append([part.to(device).contiguous() for part in parts])
+        self.ahead = [(own.bias.to(device), own.weight.to(device)) for own in router.ahead]
 
-    def choose(self, block: int, features: Tensor) -> int | None:
+    def choose(self, block: int, features: Tensor, foresees: bool = False) -> tuple[int | None, int | None]:
         """The width of the highest score, the narrower of equal ones; None where one is NaN or infinite. features:
-        float32 ``[1, features]``."""
+        float32 ``[1, features]``. Then what block + LEAD is likely to
+        choose, None where nobody asks or knows."""
         inner, bias, outer, last = self.layers[block]
-        scores = torch.addmm(last, F.silu(torch.addmm(bias, features, inner)), outer)[0].tolist()
-        return self.widths[scores.index(max(scores))] if all(map(math.isfinite, scores)) else None
+        scores = torch.addmm(last, F.silu(torch.addmm(bias, features, inner)), outer)
+        if foresees and block < len(self.ahead):
+            bias, weight = self.ahead[block]
+            own, ahead = torch.cat([scores, torch.addmm(bias, features, weight)]).tolist()
+        else:
+            own, ahead = scores[0].tolist(), None
+        chosen = self.widths[own.index(max(own))] if all(map(math.isfinite, own)) else None
+        return chosen, None if ahead is None else self.widths[ahead.index(max(ahead))]
 
 
 class _Choosing:
@@ -63,10 +74,14 @@ class _Choosing:
         self.scorers, self.blocks = scorers, blocks
         self.widest, self.key = Bits(scorers.widths[-1], 16), ()
         self.widths: list[int] = []
+        self.streams = any(linear.source is not None for block in blocks for linear in block.linears.values())
 
     def at(self, block: int, x: Tensor) -> Bits:
         """As `BlockBits.at`; waits for the device."""
-        width = self.scorers.choose(block, x.mean(0, keepdim=True, dtype=torch.float32))
+        features = x.mean(0, keepdim=True, dtype=torch.float32)
+        width, ahead = self.scorers.choose(block, features, self.streams)
+        if ahead is not None:
+            announce(self.blocks[block + LEAD], ahead)
         if width is None:
             pooled(x[None], [len(x)], self.blocks[block].name)  # raises where x is the reason
             raise FloatingPointError(f"the router scores {self.blocks[block].name} NaN or infinite: train another")
@@ -105,11 +120,21 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
 
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         self._reserve(len(row))
-        choosing, device = _Choosing(self._scorers, self.blocks), self.decoder.device
         operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
-        pick = torch.zeros(1, dtype=torch.int64, device=device)  # nobody reads its logits
-        how = {"pick": pick, "bits": choosing, "draft_window": self.draft_window}
-        self.decoder.forward(*operands, self._kv(batch)[:, :, r : r + 1], **how)
+        pick = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)  # nobody reads its logits
+        how, at_once = {"pick": pick, "draft_window": self.draft_window}, CHUNK
+        while True:
+            choosing = _Choosing(self._scorers, self.blocks)
+            try:
+                self.decoder.forward(
+                    *operands, self._kv(batch)[:, :, r : r + 1], bits=choosing, at_once=at_once, **how
+                )
+                break
+            except RuntimeError as error:
+                if at_once <= LEAST_CHUNK or not out_of_memory(error):
+                    raise
+            at_once = min(at_once, len(row)) // 2  # what was written is written again, with the same bits
+            torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
         self.forwards += 1
         self.chosen[r], self.lengths[r] = choosing.widths, len(row) - 1
 

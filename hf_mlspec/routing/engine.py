@@ -16,14 +16,21 @@ from ..engines.engine import Guess, Rows
 from ..engines.modules.engine import ModuleEngine, bare_forward
 from ..nn.state import say_once
 from ..nn.switch import precision_switch
+from . import compiled_engine, cpu_engine
 from .blocks import blocks_of
-from .compiled_engine import RoutedCudaEngine, why_not_compiled
+from .compiled_engine import RoutedCudaEngine
+from .cpu_engine import RoutedCpuEngine
 from .passes import Routed
 from .router import Router
 from .row_widths import RowWidths
 
-WHY_BY_MODULE = "a router gives every row and block a width of its own, which only the decoder of GPUs takes"
-NO_DECODER = "the compiled decoder of GPUs does not serve it"
+WHY_BY_MODULE = "no compiled decoder was asked for"
+NO_DECODER = "no compiled decoder serves it"
+
+
+_COMPILED = {
+    "cuda": (RoutedCudaEngine, compiled_engine.why_not_compiled), "cpu": (RoutedCpuEngine, cpu_engine.why_not_compiled)
+}  # fmt: skip
 
 
 class RoutedEngine(RowWidths, ModuleEngine):
@@ -58,18 +65,19 @@ class RoutedEngine(RowWidths, ModuleEngine):
 
 def routed_engine(
     model: nn.Module, router: Router, *, name: str | None, prepare: bool, capacity: int, num_positions: int | None
-) -> RoutedEngine | RoutedCudaEngine:
-    """An engine over the model, not yet started: of the compiled decoder of GPUs, else its modules.
+) -> RoutedEngine | RoutedCudaEngine | RoutedCpuEngine:
+    """An engine over the model, not yet started: of a compiled decoder, else its modules.
 
     ValueError where ``name`` asks for what cannot run it; else the model is told once why it runs module by module.
     """
     options = {"capacity": capacity, "num_positions": num_positions}
-    reason = WHY_BY_MODULE
-    if word_of(model, name=name, prepare=prepare) == "cuda":
-        decoder = required_decoder(model, "cuda") if name == "cuda" else decoder_of(model, "cuda")
-        reason = NO_DECODER if decoder is None else why_not_compiled(model, decoder)
+    reason, word = WHY_BY_MODULE, word_of(model, name=name, prepare=prepare)
+    if word in _COMPILED:
+        kind, why_not = _COMPILED[word]
+        decoder = required_decoder(model, word) if name == word else decoder_of(model, word)
+        reason = NO_DECODER if decoder is None else why_not(model, decoder)
         if not reason:
-            return RoutedCudaEngine(model, decoder, router, **options)
+            return kind(model, decoder, router, **options)
     if name not in (None, "modules"):
         raise ValueError(
             f"engine {name!r} cannot run this {type(model).__name__}: {reason}; leave out engine= or the router"

@@ -17,6 +17,7 @@ from ..nn.planes import PlanesLinear
 from ..nn.switch import PrecisionSwitch, precision_switch
 from .blocks import Block
 from .features import pooled
+from .foresight import LEAD, announce
 from .router import Router
 
 Widths = Sequence[Sequence[int]]  # of every block, of every row
@@ -72,6 +73,8 @@ class Routed:
         found = self.features[place] = pooled(x[self.fresh], lengths, self.blocks[place].name)
         for row, width in zip(self.fresh, self.router.choose(place, found), strict=True):
             self.widths[place][row] = width
+        if (width := self.router.foresee(place, found)) is not None:
+            announce(self.blocks[place + LEAD], width)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class PlaneLoader:
         return self.residency.used
 
     @contextmanager
-    def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def reading(self, linear: PlanesLinear, num_planes: int) -> Iterator[tuple[Tensor | None, ...]]:
         """As `PlaneSource.reading`. PlaneError where planes cannot be had; the next call asks for them again."""
         if not 1 <= num_planes <= linear.num_planes:
             raise ValueError(f"{num_planes} planes asked for, the weight has {linear.num_planes}")
@@ -136,11 +136,13 @@ class PlaneLoader:
             if self._copies is not None and torch.cuda.is_current_stream_capturing():
                 if num_planes > self.top:
                     self.residency.graphs.add(self._copies.fetches)
-                yield self.room.tiles_in_graph(layer.place, num_planes, self._copies), linear.weight_scale
+                with self.room.tiles_in_graph(layer.place, num_planes, self._copies) as (tiles, *apart):
+                    yield tiles, linear.weight_scale, *apart
                 return
             fetch = self._fetched(layer, num_planes)
             try:
-                yield self.room.tiles(layer.place, num_planes, fetch), linear.weight_scale
+                tiles, *apart = self.room.tiles(layer.place, num_planes, fetch)
+                yield tiles, linear.weight_scale, *apart
             except BaseException:
                 if fetch is not None:
                     self._release(fetch)
@@ -280,12 +282,30 @@ class PlaneLoader:
             at = self._after.get(at, 0)
             layer = self.layers[at]
             if layer.lacks > 0 and layer.linear in self._place_of and at not in self._waiting and at != self._before:
-                try:
-                    self._waiting[at] = self._start(at, layer.kept, layer.lacks)
-                except (MemoryError, RuntimeError) as error:
-                    require_full(error, self.layers[0].linear, "to fetch planes ahead")
+                if not self._begin(layer):
                     return
                 self._next = at
+
+    def _begin(self, layer: Layer) -> bool:
+        """Start the fetch of what a layer lacks, ahead of its product; False where there is no memory for it."""
+        try:
+            self._waiting[layer.place] = self._start(layer.place, layer.kept, layer.lacks)
+        except (MemoryError, RuntimeError) as error:
+            require_full(error, self.layers[0].linear, "to fetch planes ahead")
+            return False
+        return True
+
+    def expect(self, linear: PlanesLinear, num_planes: int) -> None:
+        """As `PlaneSource.expect`; a fetch that brings fewer, or what nobody will read, is let go of."""
+        with self._lock:
+            layer = self._known(linear)
+            self.residency.change(layer, last=max(num_planes, self.top))
+            fetch = self._waiting.get(layer.place)
+            if fetch is not None and not 0 < layer.lacks <= fetch.first + fetch.count - layer.kept:
+                self._release(self._waiting.pop(layer.place))
+                fetch = None
+            if fetch is None and layer.lacks and self._free and layer.place != self._before:
+                self._begin(layer)
 
     def counting(self) -> AbstractContextManager[PlaneCounts]:
         """As `PlaneSource.counting`."""

@@ -1,9 +1,10 @@
-"""How are streamed planes held on a GPU? Tiles of the top planes for good, low planes beside them, one working tile.
+"""How are streamed planes held on a GPU? Tiles of the top planes for good, and low planes apart from them.
 
 The tiles of top planes stay where they are, so that a draft can be captured over them. A product that reads low
-planes, too, has all put together in the working tile, from the top planes and from what is resident or what a stream
-of copies brought. A CUDA graph holds those copies as nodes of a branch of their own: from pinned memory to the slots,
-each behind the product that last read its slot, so that the first ones run while the graph does something else.
+planes, too, takes them from where they lie: resident ones from memory of their own, others from a slot, to which a
+stream of copies brought them. A CUDA graph holds those copies as nodes of a branch of their own: from pinned memory to
+the slots, each behind the product that last read its slot, so that the first ones run while the graph does something
+else.
 """
 
 from __future__ import annotations
@@ -48,11 +49,8 @@ class CudaRoom:
         self._slots = [torch.empty(low, dtype=torch.uint8, device=device) for _ in range(slots)]
         self._read: list[torch.cuda.Event | None] = [None] * slots  # by a product
         self._events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]  # come, read
-        self._work = torch.empty(max(_whole(one) for one in sizes), dtype=torch.uint8, device=device)
         self._stream: torch.cuda.Stream | None = None  # of the last product
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # the working tile of a layer, and its top planes
-        # From low planes, in a slot or resident (-1), the first and how many, to the working tile.
-        self._ways: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, int, int], Tensor] = {}  # of a slot: planes, bytes of one
         self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
         self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
 
@@ -63,8 +61,8 @@ class CudaRoom:
 
     @staticmethod
     def needed(sizes: list[Sizes], top: int, slots: int) -> int:
-        """Bytes beside top and resident planes: the slots and the working tile."""
-        return CpuRoom.needed(sizes, top, slots) + max(_whole(one) for one in sizes)
+        """As CpuRoom.needed."""
+        return CpuRoom.needed(sizes, top, slots)
 
     def put(self, place: int, tiles: Tensor, resident: bool) -> Tensor:
         """As CpuRoom.put; tiles ``[pairs, chunks, bytes]`` on the device."""
@@ -121,23 +119,22 @@ class CudaRoom:
         after.record(stream)
         stalls((before, after))
 
-    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
+    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Sequence[Tensor | None]:
         if width <= self.top:
-            return self._top[place]
+            return (self._top[place],)
         self._behind_the_last()
-        work, tops = self._views.get(place) or self._viewed(place)
-        tops.copy_(self._halves(self._top[place]))
-        first = width - self.top if fetch is None else fetch.first
-        if first:
-            self._lay(place, -1, 0, first)
-        if fetch is not None:
-            self._lay(place, fetch.slot, first, fetch.count)
-        return work
+        if fetch is None:
+            return self._top[place], self._low[place]
+        resident = self._low[place][: fetch.first] if fetch.first else None
+        return self._top[place], resident, self._brought(fetch.slot, place, fetch.count)
 
-    def _lay(self, place: int, slot: int, first: int, count: int) -> None:
-        """Low planes from number ``first`` on into the working tile, from a slot, or (-1) from what is resident."""
-        into, low = self._ways.get((place, slot, first, count)) or self._way(place, slot, first, count)
-        into.copy_(low)
+    def _brought(self, slot: int, place: int, count: int) -> Tensor:
+        """Low planes of a layer in a slot. Views are kept: to make one takes as long as to launch a kernel."""
+        size = self._sizes[place].plane
+        key = slot, count, size
+        if key not in self._views:
+            self._views[key] = self._slots[slot][: count * size].view(count, size)
+        return self._views[key]
 
     def begin_graph(self) -> GraphCopies:
         """Before anything is captured on the current stream that `tiles_in_graph` is called for."""
@@ -145,36 +142,40 @@ class CudaRoom:
         begin.record(torch.cuda.current_stream(self.device))
         return GraphCopies(begin, torch.cuda.Stream(self.device))
 
-    def tiles_in_graph(self, place: int, width: int, copies: GraphCopies) -> Tensor:
-        """As `tiles`, while a graph is captured: what is not resident is copied by the graph."""
+    @contextmanager
+    def tiles_in_graph(self, place: int, width: int, copies: GraphCopies) -> Iterator[Sequence[Tensor | None]]:
+        """As `tiles`, for products inside of the block, while a graph is captured: what is not resident is copied by
+        the graph."""
         if width <= self.top:
-            return self._top[place]
-        work, tops = self._views.get(place) or self._viewed(place)
-        tops.copy_(self._halves(self._top[place]))
+            yield (self._top[place],)
+            return
         count, low, stream = width - self.top, self._low[place], torch.cuda.current_stream(self.device)
         had = 0 if low is None else min(len(low), count)
         copies.fetches.hits += had
-        if had:
-            self._lay(place, -1, 0, had)
-        if had < count:
-            slot, come = copies.turn % len(self._slots), torch.cuda.Event()
-            copies.turn += 1
-            planes = self._store.planes(place, had, count - had)
-            copies.fetches.ahead += count - had
-            copies.fetches.fetched_bytes += planes.numel()
-            copies.branch.wait_event(copies.read.get(slot, copies.begin))
-            with torch.cuda.stream(copies.branch):
-                self._slots[slot][: planes.numel()].copy_(planes.flatten(), non_blocking=True)
-                come.record(copies.branch)
-            stream.wait_event(come)
-            self._lay(place, slot, had, count - had)
-            copies.read[slot] = torch.cuda.Event()
-            copies.read[slot].record(stream)
-        return work
+        if had == count:
+            yield self._top[place], low
+            return
+        slot = copies.turn % len(self._slots)
+        copies.turn += 1
+        self._copy_in_graph(slot, self._store.planes(place, had, count - had), copies)
+        copies.fetches.ahead += count - had
+        yield self._top[place], low[:had] if had else None, self._brought(slot, place, count - had)
+        copies.read[slot] = torch.cuda.Event()
+        copies.read[slot].record(stream)
+
+    def _copy_in_graph(self, slot: int, planes: Tensor, copies: GraphCopies) -> None:
+        """On the graph's branch, behind what read the slot last; the current stream waits for it."""
+        come = torch.cuda.Event()
+        copies.fetches.fetched_bytes += planes.numel()
+        copies.branch.wait_event(copies.read.get(slot, copies.begin))
+        with torch.cuda.stream(copies.branch):
+            self._slots[slot][: planes.numel()].copy_(planes.flatten(), non_blocking=True)
+            come.record(copies.branch)
+        torch.cuda.current_stream(self.device).wait_event(come)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """A block that launches a graph over slots and working tile; none of the slots holds a fetch."""
+        """A block that launches a graph over slots; none of the slots holds a fetch."""
         self._behind_the_last()
         stream = torch.cuda.current_stream(self.device)
         stream.wait_stream(self._copies)
@@ -186,26 +187,11 @@ class CudaRoom:
             self._read = [done] * len(self._slots)
 
     def _behind_the_last(self) -> None:
-        """Products of another stream may still read the working tile, or write what stays from now on."""
+        """Products of another stream may still write what stays from now on."""
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
-
-    def _viewed(self, place: int) -> tuple[Tensor, Tensor]:
-        """Views are kept: to make them for every product takes longer than the copies."""
-        pairs, chunks, had = self._top[place].shape
-        tile = had // 2 + (self._sizes[place].planes - self.top) * tiles_cuda.PLANE_BYTES
-        work = self._work[: pairs * chunks * 2 * tile].view(pairs, chunks, 2 * tile)
-        self._views[place] = work, self._halves(work)[..., : had // 2]
-        return self._views[place]
-
-    def _way(self, place: int, slot: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        work = self._views[place][0]
-        low = self._low[place].flatten() if slot < 0 else self._slots[slot]
-        low = low[: count * self._sizes[place].plane].view(count, *work.shape[:2], 2, tiles_cuda.PLANE_BYTES)
-        self._ways[place, slot, first, count] = self._planes(work, self.top + first, count), low.permute(1, 2, 3, 0, 4)
-        return self._ways[place, slot, first, count]
 
     def tops(self, places: Sequence[int]) -> list[Tensor]:
         """As CpuRoom.tops; moves them where they do not lie side by side as yet: the device is to be idle."""
@@ -242,25 +228,17 @@ class CudaRoom:
     def _hold(self, place: int, planes: Tensor | None) -> None:
         """These low planes of a layer are resident, in place of others."""
         low, self._low[place] = self._low[place], planes
-        for way in [way for way in self._ways if way[:2] == (place, -1)]:
-            del self._ways[way]
         if low is not None and self._stream is not None:
             low.record_stream(self._stream)  # for others when the last product, which may have read it, has ended
 
     def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         self._behind_the_last()
         own, device = self._sizes[place], torch.device("cpu") if on_host else self.device
-        top = self._top[place].to(device)
-        count = own.planes - self.top
-        tiles = top.new_empty(*top.shape[:2], top.shape[2] + 2 * count * tiles_cuda.PLANE_BYTES)
-        self._halves(tiles)[..., : top.shape[2] // 2] = self._halves(top)
-        low = self._low[place]
+        count, low = own.planes - self.top, self._low[place]
         if low is None or len(low) < count:
             low = torch.empty(count, own.plane, dtype=torch.uint8)
             self._store.read(place, 0, low)
-        low = low.to(device).view(count, *top.shape[:2], 2, tiles_cuda.PLANE_BYTES)
-        self._planes(tiles, self.top, count).copy_(low.permute(1, 2, 3, 0, 4))
-        return tiles
+        return tiles_cuda.joined(self._top[place].to(device), low.to(device))
 
     def leave(self, place: int) -> None:
         self._hold(place, None)
@@ -270,9 +248,4 @@ class CudaRoom:
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
         torch.cuda.synchronize(self.device)
-        self._top, self._low, self._slots, self._work = [], [], [], None
-        self._views, self._ways = {}, {}
-
-
-def _whole(sizes: Sizes) -> int:
-    return sizes.planes * sizes.plane + sizes.beside
+        self._top, self._low, self._slots, self._views = [], [], [], {}

@@ -84,8 +84,9 @@ class Room(Protocol):
     def wait(self, fetch: Fetch, stalls: Callable) -> None:
         """Products after this find the planes. Raises what the fetch raised."""
 
-    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
-        """plane_tiles in which the first ``width`` planes are there; others may have no place in them."""
+    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Sequence[Tensor | None]:
+        """plane_tiles in which the first ``width`` planes are there, and others may have no place; on a GPU the top
+        planes alone, and behind them what `ops.bitplane_linear` takes as apart."""
 
     def tops(self, places: Sequence[int]) -> list[Tensor]:
         """plane_tiles with the top planes of layers that read the same inputs, where they stay until they leave: of
@@ -153,8 +154,8 @@ class CpuRoom:
             stalls(time.perf_counter() - begin)
         fetch.future.result()
 
-    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Tensor:
-        return self._held[place]
+    def tiles(self, place: int, width: int, fetch: Fetch | None) -> Sequence[Tensor | None]:
+        return (self._held[place],)
 
     def tops(self, places: Sequence[int]) -> list[Tensor]:
         return [self._held[place] for place in places]

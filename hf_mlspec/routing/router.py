@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.whole_file import written_whole
 from .blocks import Block, identity_of, shapes_of
+from .foresight import LEAD, Foresight
 
 WIDTHS = (2, 3, 4, 6, 8)
 HIDDEN = 32
@@ -64,6 +65,8 @@ class Router(nn.Module):
         self.identity, self.shapes = identity_of(blocks), shapes_of(blocks)
         self.average = sum(self.widths) / len(self.widths)
         self.of = nn.ModuleList([BlockRouter(block.features, hidden, len(self.widths)) for block in blocks])
+        self.ahead = nn.ModuleList()  # of every block from number LEAD on, once they are fitted
+        self._features = [block.features for block in blocks]
 
     def probabilities(self, place: int, features: Tensor) -> Tensor:
         """Of block ``place``: float32 ``[rows, features]`` -> ``[rows, widths]``, which sum to 1."""
@@ -78,6 +81,21 @@ class Router(nn.Module):
         return [self.widths[int(own.argmax())] for own in scores]
 
     @torch.no_grad()
+    def foresee(self, place: int, features: Tensor) -> int | None:
+        """The widest that block ``place`` + LEAD is likely to choose for these rows, by the features of block
+        ``place``; None where nothing says."""
+        if not place < len(self.ahead):
+            return None
+        scores = self.ahead[place](features.float().to(self.ahead[place].bias.device))
+        return max(self.widths[int(own.argmax())] for own in scores)
+
+    def look_ahead(self) -> None:
+        """Have a `Foresight` for every block that has one LEAD before it, as yet without a guess."""
+        device = next(self.of.parameters()).device
+        earlier = self._features[:-LEAD] if len(self._features) > LEAD else []
+        self.ahead = nn.ModuleList([Foresight(own, len(self.widths)) for own in earlier]).to(device)
+
+    @torch.no_grad()
     def charge(self, price: float) -> None:
         """Lower every score by ``price`` times its width: dearer bits, narrower choices."""
         for one in self.of:
@@ -88,6 +106,7 @@ class Router(nn.Module):
         told = {
             "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
             "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
+            "ahead": len(self.ahead),
         }  # fmt: skip
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         with written_whole(path) as beside:
@@ -111,6 +130,8 @@ class Router(nn.Module):
             raise ValueError(f"{path} chooses among {list(saved)} planes, {asked} were asked for: train another")
         router = cls(blocks, saved, told["hidden"], told["temperature"])
         router.average = told["average"]
+        if told.get("ahead"):  # files of before have none
+            router.look_ahead()
         router._fill(str(path), load_file(path))
         return router.eval().requires_grad_(False)
 

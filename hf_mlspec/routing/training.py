@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from ..checkpoints.whole_file import written_whole
 from .blocks import Block, average_bits, blocks_of
+from .foresight import LEAD, indices
 from .mixing import Mixture, Prefixes
 from .passes import Routed, recorded
 from .router import HIDDEN, WIDTHS, Router, require_widths
 
 _PRICED_ROWS = 64  # training queries on which the price is found
 _PRICE_PASSES = 3
+_FORESEEN_ROWS = 256  # training queries by which choices are foreseen
 _LEAST_SPREAD = 1e-3
 
 
@@ -131,6 +133,7 @@ def train_router(
                 learner.keep(checkpoint, found.steps)
         router.temperature = recipe.temperature(recipe.steps - 1)
         found.bits = router.average = learner.meet_target()
+        learner.look_ahead()
     router.cpu().eval().requires_grad_(False)
     if checkpoint is not None:
         Path(checkpoint).unlink(missing_ok=True)
@@ -204,6 +207,22 @@ class _Learner:
             _, scores = self._routed(rows)
             self.router.charge(price_for(scores, self.blocks, self.router.widths, self.recipe.target_bits))
         return self._routed(rows)[0]
+
+    @torch.no_grad()
+    def look_ahead(self) -> None:
+        """Fit guesses of what blocks to come choose to what they choose for training queries."""
+        self.router.look_ahead()
+        features: list[list[Tensor]] = [[] for _ in self.blocks]
+        chosen: list[list[int]] = [[] for _ in self.blocks]
+        for part in self.samples[self._order(0)[:_FORESEEN_ROWS]].split(self.recipe.batch):
+            with Routed(self.router, self.blocks, self.lengths(part)).over(self.model) as routed:
+                self.model(input_ids=part, use_cache=False)
+            for place in range(len(self.blocks)):
+                features[place].append(routed.features[place])
+                chosen[place] += routed.widths[place]
+        for place, own in enumerate(self.router.ahead):
+            wanted = indices(chosen[place + LEAD], self.router.widths, self.samples.device)
+            own.fit(torch.cat(features[place]), wanted)
 
     def _routed(self, rows: Tensor) -> tuple[float, list[Tensor]]:
         """Average bits of hard choices, and the scores of every block ``[rows, widths]`` behind them."""

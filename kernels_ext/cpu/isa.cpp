@@ -23,9 +23,8 @@
 #define MLSPEC_DECLARE_W4A16(isa)                                                                                      \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa) \
   MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(bitplane_linear_##isa)
-#define MLSPEC_DECLARE_LUT(isa)                   \
-  MLSPEC_DECLARE_LINEAR(lut_linear_##isa)         \
-  void mlspec_zipper_lut_##isa(const mlspec_zipper_args*, int64_t, int64_t);
+#define MLSPEC_DECLARE_LUT(isa) MLSPEC_DECLARE_LINEAR(lut_linear_##isa)
+#define MLSPEC_DECLARE_HIGH(isa) void mlspec_zipper_lut_##isa(const mlspec_zipper_args*, int64_t, int64_t);
 #define MLSPEC_DECLARE_DEQUANTIZE(isa) void mlspec_int4_dequantize_##isa(const mlspec_linear_args*, int64_t, int64_t, uint16_t*);
 #define MLSPEC_DECLARE_ATTENTION(isa) void mlspec_attention_##isa(const mlspec_attention_args*);
 #define MLSPEC_DECLARE_ROWS(isa) extern const mlspec_row_ops mlspec_row_ops_##isa;
@@ -43,17 +42,20 @@
 extern "C" {
 MLSPEC_DECLARE_ALL(generic)
 MLSPEC_DECLARE_LUT(generic)
+MLSPEC_DECLARE_HIGH(generic)
 MLSPEC_DECLARE_DEQUANTIZE(generic)
 MLSPEC_DECLARE_HADAMARD(generic)
 MLSPEC_DECLARE_WORDS(generic)
 #if defined(__x86_64__)
 MLSPEC_DECLARE_ALL(avx2)
 MLSPEC_DECLARE_LUT(avx2)
+MLSPEC_DECLARE_HIGH(avx2)
 MLSPEC_DECLARE_HADAMARD(avx2)
 MLSPEC_DECLARE_WORDS(avx2)
 MLSPEC_DECLARE_INT8(avxvnni)
 MLSPEC_DECLARE_INT8(avxvnniint8)
 MLSPEC_DECLARE_ALL(avx512vnni)
+MLSPEC_DECLARE_HIGH(avx512vnni)
 MLSPEC_DECLARE_DEQUANTIZE(avx512vnni)
 MLSPEC_DECLARE_WORDS(avx512vnni)
 MLSPEC_DECLARE_BF16(avx512bf16)
@@ -120,14 +122,14 @@ struct Tier {
 };
 
 // The columns: pack_rows, the kind of activations bf16_linear takes, bf16_linear (with the exact nested one, which has its bits)
-// and f32_linear, int8, bf16, tables (lut_linear, zipper_lut), dequantize, attention, row ops (with those of delta nets), hadamard, words.
-#define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, lut, dequantize, attention, row, hadamard, words)           \
+// and f32_linear, int8, bf16, lut_linear, sparse high parts, dequantize, attention, row ops (with those of delta nets), hadamard, words.
+#define MLSPEC_TIER(name, pack, acts, bf16, f32, int8, w4a16, lut, high, dequantize, attention, row, hadamard, words)     \
   CpuKernels {                                                                                                          \
     #name, mlspec_pack_rows_##pack, acts, mlspec_bf16_linear_##bf16, mlspec_f32_linear_##f32,                           \
         mlspec_mxfp4_linear_int8_##int8, mlspec_mxfp4_linear_bf16_##w4a16, mlspec_int4_linear_int8_##int8,              \
         mlspec_int4_linear_bf16_##w4a16, mlspec_nested_linear_int8_##int8, mlspec_nested_linear_bf16_##w4a16,           \
         mlspec_nested_linear_exact_##bf16, mlspec_bitplane_linear_##w4a16, mlspec_lut_linear_##lut,                     \
-        mlspec_zipper_lut_##lut,                                                                                        \
+        mlspec_zipper_lut_##high,                                                                                       \
         mlspec_int4_dequantize_##dequantize, mlspec_attention_##attention, mlspec_row_ops_##row,                        \
         mlspec_hadamard_##hadamard, mlspec_pack_gptq_##words, mlspec_pack_awq_##words,                                  \
         mlspec_delta_rule_##row, mlspec_sigmoid_mul_##row                                                               \
@@ -136,23 +138,23 @@ struct Tier {
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.
 const Tier* tiers(int* count) {
   static const Tier list[] = {
-      {MLSPEC_TIER(generic, generic, MLSPEC_ACTS_BF16, generic, generic, generic, generic, generic, generic,
+      {MLSPEC_TIER(generic, generic, MLSPEC_ACTS_BF16, generic, generic, generic, generic, generic, generic, generic,
                    generic, generic, generic, generic),
        [] { return true; }},
 #if defined(__x86_64__)
-      {MLSPEC_TIER(avx2, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avx2, avx2, avx2, generic, avx2, avx2, avx2, avx2),
+      {MLSPEC_TIER(avx2, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avx2, avx2, avx2, avx2, generic, avx2, avx2, avx2, avx2),
        [] { return machine().avx2; }},
-      {MLSPEC_TIER(avxvnni, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnni, avx2, avx2, generic, avx2, avx2, avx2, avx2),
+      {MLSPEC_TIER(avxvnni, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnni, avx2, avx2, avx2, generic, avx2, avx2, avx2, avx2),
        [] { return machine().avxvnni; }},
-      {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, avx2, generic, avx2, avx2, avx2, avx2),
+      {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, avx2, avx2, generic, avx2, avx2, avx2, avx2),
        [] { return machine().avxvnniint8; }},
       {MLSPEC_TIER(avx512vnni, avx512vnni, MLSPEC_ACTS_BF16, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx2,
-                   avx512vnni, avx512vnni, avx512vnni, avx2, avx512vnni),
+                   avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx2, avx512vnni),
        [] { return machine().avx512vnni; }},
-      {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx2, avx512vnni,
+      {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx2, avx512vnni, avx512vnni,
                    avx512bf16, avx512vnni, avx2, avx512vnni),
        [] { return machine().avx512bf16; }},
-      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx2, avx512vnni, amx, avx512vnni, avx2,
+      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx2, avx512vnni, avx512vnni, amx, avx512vnni, avx2,
                    avx512vnni),
        [] { return machine().amx && tiles_granted(); }},
 #endif

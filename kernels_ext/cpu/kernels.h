@@ -153,7 +153,8 @@ typedef void (*mlspec_hadamard_fn)(const struct mlspec_hadamard* how, int64_t wi
 // The sparse high part of a weight in two (hf_mlspec/formats/zipper/sparse.py), over sums of groups of 4 inputs.
 enum { MLSPEC_ZIPPER_GROUP = 4, MLSPEC_ZIPPER_SUMS = 16, MLSPEC_ZIPPER_LANES = 8 };
 struct mlspec_zipper_args {
-  const float* tables;   // [in / 4][16 patterns][lanes]: sums of some of 4 inputs
+  const float* tables;   // [16 patterns][groups][lanes]: sums of some of the 4 inputs of a group
+  int64_t groups;        // in / 4
   int64_t lanes;         // 8: of eight rows of x; 1: of one
   int64_t rows;          // of these lanes, 1 to lanes; the sums of the others are zeros
   const int32_t* starts; // [out + 1]
@@ -216,8 +217,11 @@ struct mlspec_delta_args {
   int64_t x_stride;
   const float* before[MLSPEC_DELTA_MAX_TAPS - 1];  // of the num_taps - 1 tokens before the first, the oldest first; null: there is none
   const float* taps;           // [num_taps][channels], of the oldest token first
+  const float* bias;           // [channels], of the convolution; null: none
   int64_t num_taps, channels;
   int64_t q_at, k_at, v_at;    // the first of the head's channels
+  bool additive;               // S = decay S + k (beta v)^T;  out = S^T q + skip v, with keys and queries as they are: Mamba-2
+  float skip;
   int64_t key_dim, value_dim;
   const float *decay, *beta;   // of token t: [t * x_stride]
   const float* from;           // S before the first token, [key_dim][value_dim]; null: zeros

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decoder_cases import check_captured_chain, random_ids
 from decoders import HYBRIDS, Lanes, ragged_rows_agree, random_model
-from delta_cases import CALLS, LENGTH, Rows, numbers
+from delta_cases import CALLS, LENGTH, Rows, added_numbers, numbers
 
 import hf_mlspec
 from hf_mlspec import ops
@@ -15,9 +15,11 @@ from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.ops.delta import AT_END, KEEP
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "mamba_d_head": 32}
 PACKED = {**SHAPE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 64}
+PACKED |= {"shared_intermediate_size": 256}
 TOKENS = 200
+LONG = [[1, 3, 128, 128], [2, 2, 64, 40], [1, 2, 32, 8], [1, 1, 256, 256], [4, 140, 64, 64]]
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 
@@ -38,6 +40,43 @@ def test_tokens_are_those_of_the_plain_op_with_one_set_of_bits(sizes, taps):
     for starts, counts, settles in CALLS if taps == 4 else ():
         for r, found in enumerate(rows.feed(starts, counts, settles)):
             assert torch.equal(found, whole[r][starts[r] : starts[r] + counts[r]])
+
+
+@pytest.mark.parametrize(("sizes", "normed"), [([2, 4, 12, 8], 16), ([1, 3, 128, 64], 192), ([2, 2, 16, 40], 20),
+                                               ([1, 4, 256, 64], 64)], ids=str)  # fmt: skip
+def test_tokens_of_mamba_are_those_of_the_plain_op_with_one_set_of_bits(sizes, normed):
+    plain = Rows(*added_numbers(torch.bfloat16, sizes, normed=normed), sizes).feed([0, 0], [LENGTH] * 2, AT_END)
+    given = added_numbers(torch.bfloat16, sizes, normed=normed, device="cuda")
+    rows = Rows(*given, sizes, behind=3 * (sizes[0] == 1))
+    whole = Rows(*given, sizes).feed([0, 0], [LENGTH] * 2, AT_END)
+    for r in range(2):
+        assert float((whole[r].cpu().float() - plain[r]).norm() / plain[r].norm()) < 2e-3
+    for starts, counts, settles in CALLS:
+        for r, found in enumerate(rows.feed(starts, counts, settles)):
+            assert torch.equal(found, whole[r][starts[r] : starts[r] + counts[r]])
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["delta", "mamba"])
+@pytest.mark.parametrize("sizes", LONG, ids=str)
+def test_long_prompts_have_the_bits_of_steps(sizes, added):
+    """Prompts are run by a kernel of their own: of 64 tokens and more, up to states that are behind some of them."""
+    kinds = [lambda **how: added_numbers(torch.bfloat16, sizes, normed=sizes[3], **how),
+             lambda **how: numbers(torch.bfloat16, sizes, **how)]  # fmt: skip
+    qkvz, ba, net = kinds[not added](device="cuda")
+    more = 5  # times LENGTH
+    qkvz, ba = (None if all is None else all.repeat(1, more, 1) for all in (qkvz, ba))
+    total = more * LENGTH
+    whole = Rows(qkvz, ba, net, sizes).feed([0, 0], [total, total - 3], AT_END)
+    pieces = Rows(qkvz, ba, net, sizes)
+    for start in range(0, total, 7):
+        counts = [max(0, min(7, total - start)), max(0, min(7, total - 3 - start))]
+        for r, found in enumerate(pieces.feed([start] * 2, counts, AT_END)):
+            assert torch.equal(found, whole[r][start : start + counts[r]]), (start, r)
+    parts = Rows(qkvz, ba, net, sizes, behind=5)
+    for r, found in enumerate(parts.feed([0, 0], [90, 70], AT_END)):
+        assert torch.equal(found, whole[r][: (90, 70)[r]])
+    for r, found in enumerate(parts.feed([88, 69], [total - 88, 65], AT_END)):
+        assert torch.equal(found, whole[r][(88, 69)[r] :][: (total - 88, 65)[r]])
 
 
 def test_a_row_without_its_state_is_not_a_number():

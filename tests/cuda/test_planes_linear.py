@@ -203,3 +203,26 @@ def test_some_outputs_of_a_weight_have_its_order_of_sums(tokens):
         how = {"group_size": 128, "zero_doubled": case.weight.zero_doubled, "outputs_of_weight": 6144}
         found = ops.bitplane_linear(case.x[:tokens], *part, last - first, None, **how, num_planes=8)
         assert torch.equal(found, whole[:, first:last]), (first, last)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 17, 65, 300])
+@pytest.mark.parametrize(
+    ("out", "size", "group"), [(200, 192, 64), (136, 4096, 128), (4096, 2048, 128), (1000, 352, 32)]
+)
+def test_planes_that_lie_apart_give_the_bits_of_the_whole_weight(out, size, group, tokens):
+    case, top = make(8, out, size, group), 4
+    tiles, scales = case.tiles
+    halves = tiles.unflatten(2, (2, tiles.shape[2] // 2))
+    front = halves.shape[3] - 8 * tiles_planes_cuda.PLANE_BYTES
+    behind = front + top * tiles_planes_cuda.PLANE_BYTES
+    low = halves[..., behind:].unflatten(-1, (8 - top, tiles_planes_cuda.PLANE_BYTES))
+    low, tops = low.permute(3, 0, 1, 2, 4).flatten(1).contiguous(), halves[..., :behind].flatten(2).contiguous()
+    how = {"group_size": group, "zero_doubled": case.weight.zero_doubled, "total_planes": 8}
+    for num_planes in (5, 6, 7, 8):
+        wanted = case.multiply(case.x[:tokens], num_planes)
+        for resident in (0, 1, 4):
+            apart = low[:resident].clone() if resident else None, low[resident:].clone()
+            found = ops.bitplane_linear(
+                case.x[:tokens], tops, scales, out, num_planes=num_planes, apart=apart, **how
+            )
+            assert found.equal(wanted), (num_planes, resident)

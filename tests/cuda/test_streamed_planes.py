@@ -109,7 +109,7 @@ def test_a_streamed_model_drafts_compiled_without_being_asked(resident):
 
 @pytest.mark.parametrize("levels", [[], ["planes4"], ["planes6", "planes3"]])
 def test_whole_rounds_are_graphs_that_copy_what_is_not_resident(resident, levels, monkeypatch):
-    """Replayed over and over, beside products of the modules that use the same slots and the same working tile."""
+    """Replayed over and over, beside products of the modules that use the same slots."""
     model, ids = demo(plane_budget=budget_of(resident, 0.8)), torch.arange(5, 45, device=DEVICE)[None]
     source = source_of(model)
     how = {"assistant_models": levels, "return_dict_in_generate": True, **OPTIONS}

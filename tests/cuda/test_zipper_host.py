@@ -54,6 +54,15 @@ def test_both_parts_are_the_whole_weight_and_a_row_stands_alone(mode):
     assert all(torch.equal(back[name], tensor.cpu()) for name, tensor in saved.items())
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_low_part_meets_integers_and_the_hosts_part_does_not(bits):
+    module, x = layer(mode="paper"), torch.randn(9, 1152, device=DEVICE)
+    on_device = ops.prepack_zipper(*(part.to(DEVICE) for part in module.packed_weight().parts))
+    expected = ops.zipper_linear(x, on_device, 200, module.bias, how=module.how, activation_bits=bits)
+    with module.switch.at(BOTH._replace(activation=bits)):
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_without_a_high_part_never_calls_the_worker(monkeypatch):
     monkeypatch.setattr(zipper_host, "worker_of", lambda device: pytest.fail("the worker was called"))
     dense = torch.zeros(40, 64)

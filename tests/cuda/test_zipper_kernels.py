@@ -8,7 +8,7 @@ from linear_cases import DEVICE
 from zipper_operands import BAD_OPERANDS, bad_operands
 
 from hf_mlspec import ops
-from hf_mlspec.formats import ZipperWeight
+from hf_mlspec.formats import ZipperWeight, activations
 from hf_mlspec.formats.zipper import MODES
 from hf_mlspec.ops.operator import REFERENCES
 
@@ -38,7 +38,7 @@ def test_both_parts_are_the_whole_weight_within_float32_sums(mode, out, size):
         exact, magnitude = seen @ whole.T + bias.double(), seen.abs() @ (2 * apart).T + bias.double().abs()
         y = ops.zipper_linear(x, tiles, out, bias, how=weight.how, low_only=low_only)
         bound = 2.0**-24 * (size / 8 + 16) * magnitude
-        if low_only:  # the linear of bit-planes rounds to bfloat16
+        if low_only:  # the linear of the low part rounds to bfloat16
             bound = bound + 2.0**-8 * exact.abs()
         assert ((y.double() - exact).abs() <= bound).all()
 
@@ -63,15 +63,21 @@ def test_the_high_part_alone_is_what_plain_torch_adds(mode):
     torch.testing.assert_close(y, REFERENCES["zipper_high_linear"](x, low, tiles.split, bias), rtol=1e-5, atol=1e-5)
 
 
-def test_sums_of_planes_are_those_before_the_rounding():
-    weight, tiles, x = case(200, 1152, mode="exact")
-    settings = {"group_size": 128, "zero_doubled": 32, "num_planes": weight.how.low_planes}
-    sums = ops.bitplane_sums(x, *tiles[:2], 200, **settings)
-    rounded = ops.bitplane_linear(x.bfloat16(), *tiles[:2], 200, **settings)
+@pytest.mark.parametrize(("mode", "bits"), [("exact", 16), ("paper", 16), ("paper", 8), ("paper", 4)])
+def test_sums_of_the_low_part_are_those_before_the_rounding(mode, bits):
+    weight, tiles, x = case(200, 1152, mode=mode)
+    how = {"how": weight.how, "activation_bits": bits}
+    sums = ops.zipper_low_sums(x, *tiles[:2], 200, **how)
+    rounded = ops.zipper_low_linear(x.bfloat16(), *tiles[:2], 200, **how)
     assert sums.dtype == torch.float32
     assert torch.equal(sums.bfloat16(), rounded)
-    exact = x.bfloat16().double() @ weight.dequantize(torch.float64, low_only=True).to(DEVICE).T
+    seen = x.bfloat16()
+    if bits != 16:
+        seen = activations.dequantize_rows(*activations.quantize_rows(seen, 64, bits), 64)
+    exact = seen.double() @ weight.dequantize(torch.float64, low_only=True).to(DEVICE).T
     assert (sums.double() - exact).abs().max() < 1e-5
+    alone = ops.zipper_low_sums(x[3:4], *tiles[:2], 200, **how)
+    assert torch.equal(alone, sums[3:4])
 
 
 def test_joined_weights_are_each_by_itself():

@@ -45,6 +45,14 @@ def test_both_levels_are_what_the_modules_compute_in_steps_with_the_same_bits(na
     check_levels(on_gpu(name, shape, mode), ["zipper", "zipper-low"])
 
 
+def test_low_parts_of_4_bits_meet_integers():
+    model = on_gpu(mode="paper")
+    check_levels(model, ["zippera8", "zippera4", "zipper-lowa8", "zipper-lowa4"])
+    hf_mlspec.precision_switch(model).activation_bits = 8
+    check_captured_chain(model, ["zipper-lowa8"])
+    check_captured_chain(model, ["zippera4"])
+
+
 def test_near_float64_with_both_parts():
     check_near_float64(on_gpu(mode="exact", tie_word_embeddings=False))
 

@@ -1,4 +1,4 @@
-"""Are states of gated delta nets those of the tokens before them, whatever was fed, taken back, copied or moved?"""
+"""Are states of gated delta nets and Mamba-2 those of the tokens before them, whatever is fed, taken back, moved?"""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_forward_is_that_of_the_modules(name):
     assert float(((stock.max(-1).values - best) / stock.std(-1)).median()) <= 0.05
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-taps", "qwen3-next"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-taps", "qwen3-next", "mamba2", "granite-hybrid"])
 @pytest.mark.parametrize("accepted", range(6))
 def test_a_check_leaves_what_was_accepted(name, accepted):
     model, (row, other) = random_model(name, torch.bfloat16), ids(2)
@@ -126,8 +126,10 @@ def test_rows_are_moved_joined_and_forgotten(model):
         assert torch.equal(found[r], alone(model, fed[r]))
 
 
-@pytest.mark.parametrize("layers", [None, 2])
-def test_a_follower_begins_with_the_state_of_its_leader(model, layers):
+@pytest.mark.parametrize(("name", "layers"), [("qwen3.5", None), ("qwen3.5", 2), ("qwen3.5", 1), ("mamba2", None),
+                                              ("mamba2", 2), ("granite-hybrid", 1)])  # fmt: skip
+def test_a_follower_begins_with_the_state_of_its_leader(name, layers):
+    model = random_model(name, torch.float32)
     draft = model if layers is None else hf_mlspec.early_exit(model, layers)
     rows = ids(2)
     leader = engine_over(model, 2)
@@ -233,11 +235,57 @@ def test_a_state_that_is_not_there_is_an_error(model):
 
 def test_nets_that_no_decoder_runs():
     model = random_model("qwen3.5", torch.float32, hidden_act="gelu")
-    with pytest.raises(UnknownArchitecture, match="delta net of layer 0 says gelu"):
-        CpuDecoder(model)
-    model = random_model("qwen3.5", torch.float32, layer_types=["linear_attention"] * 3)
-    with pytest.raises(UnknownArchitecture, match="none of its layers attends"):
+    with pytest.raises(UnknownArchitecture, match="linear_attn of layer 0 says gelu"):
         CpuDecoder(model)
     model = random_model("qwen3.5", torch.float32, linear_key_head_dim=260)
     with pytest.raises(UnknownArchitecture, match="heads of 260 and 40 elements"):
         CpuDecoder(model)
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "int4", "nested"])
+@pytest.mark.parametrize("name", ["mamba2", "granite-hybrid"])
+def test_packed_mamba_layers_compute_what_their_modules_do(name, weights):
+    shape = {"num_heads": 12} if name == "mamba2" else {"mamba_n_heads": 12, "shared_intermediate_size": 160}
+    shape["hidden_size"] = 96
+    model, row = random_model(name, torch.bfloat16, **shape), ids()[0]
+    packed(model, weights)
+    with torch.no_grad():
+        stock = model(torch.tensor([row])).logits[0].float()
+    found = engine_over(model).feed([row[:1]], Guess(torch.tensor([row[1:]]), [LENGTH - 1]))[0]
+    assert float((found - stock).norm() / stock.norm()) < 0.05
+    engine = engine_over(model)
+    engine.score([row[:20]], [row[20:27]])
+    engine.lengths = [24]
+    assert torch.equal(engine.feed([row[:25]])[0, 0], alone(model, row[:25]))
+
+
+def test_a_model_without_attention_runs():
+    model, row = random_model("qwen3.5", torch.float32, layer_types=["linear_attention"] * 3), ids()[0]
+    with torch.no_grad():
+        stock = model(torch.tensor([row]), use_cache=False).logits[0]
+    found = engine_over(model).feed([row[:1]], Guess(torch.tensor([row[1:]]), [LENGTH - 1]))[0]
+    assert float((found - stock).norm() / stock.norm()) < 1e-4
+
+
+def test_mamba_layers_that_no_decoder_runs():
+    model = random_model("mamba2", torch.float32, time_step_limit=(0.1, 0.5))
+    with pytest.raises(UnknownArchitecture, match=r"time steps of layer 0 are bounded by \(0\.1, 0\.5\)"):
+        CpuDecoder(model)
+    model = random_model("mamba2", torch.float32, hidden_act="gelu")
+    with pytest.raises(UnknownArchitecture, match="mixer of layer 0 says gelu"):
+        CpuDecoder(model)
+    model = random_model("mamba2", torch.float32, state_size=260)
+    with pytest.raises(UnknownArchitecture, match="heads of 260 and 16 elements"):
+        CpuDecoder(model)
+    model = random_model("granite-hybrid", torch.float32, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UnknownArchitecture, match="num_local_experts=4"):
+        CpuDecoder(model)
+
+
+def test_a_layer_of_mamba_needs_its_skip():
+    handle = CpuDecoder(random_model("mamba2", torch.float32)).handle
+    handle.add_layer([None] * 12, 0, 0, None)
+    channels = 128 + 2 * 2 * 12
+    numbers = torch.ones(4, channels), torch.ones(8), torch.ones(8), torch.ones(128), 1e-5
+    with pytest.raises(ValueError, match="a layer of Mamba-2 has skip"):
+        handle.set_delta(*numbers, None, None)

@@ -109,7 +109,7 @@ def test_a_prompt_without_memory_is_read_again_and_its_neighbours_states_stay(mo
     engine = engine_over(model, 3)
     engine.feed([rows[0][:5], rows[1][: 2 * WINDOW - 1], rows[2][:6]])
     monkeypatch.setattr(cuda_engine, "CHUNK", 64)
-    monkeypatch.setattr(cuda_engine, "_LEAST_CHUNK", 8)
+    monkeypatch.setattr(cuda_engine, "LEAST_CHUNK", 8)
     feed_forward, calls = engine.decoder._feed_forward, []
 
     def short_of_memory(*operands):

@@ -79,10 +79,10 @@ def test_steps_are_shorter_where_memory_is_short(decoder, monkeypatch):
     rows = prompts(LENGTHS)
     whole, small = cache_of(decoder, rows), Small(decoder)
     monkeypatch.setattr(engine, "CHUNK", 64)
-    monkeypatch.setattr(engine, "_LEAST_CHUNK", 8)
+    monkeypatch.setattr(engine, "LEAST_CHUNK", 8)
     assert torch.equal(cache_of(small, rows), whole)
     assert max(small.padded) <= 20
-    monkeypatch.setattr(engine, "_LEAST_CHUNK", 32)
+    monkeypatch.setattr(engine, "LEAST_CHUNK", 32)
     with pytest.raises(torch.OutOfMemoryError):
         cache_of(Small(decoder), rows)
 

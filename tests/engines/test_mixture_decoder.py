@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,8 @@ from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
+from hf_mlspec.nn.nested import NestedLinear
+from hf_mlspec.nn.nested_experts import NestedExperts
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
@@ -212,6 +215,76 @@ def test_another_bias_of_the_choice_is_noticed():
     before, router = standing(model), model.model.layers[-1].mlp.gate
     router.e_score_correction_bias = router.e_score_correction_bias.neg()
     assert standing(model) != before
+
+
+def some_nested(name: str) -> tuple[nn.Module, nn.Module]:
+    """A mixture, and the same nested; two experts have a value without a field."""
+    model = random_model(name, torch.bfloat16, **PACKED_MIXTURE)
+    for block in model.model.layers:
+        experts = block.mlp.experts
+        with torch.no_grad():
+            experts.down_proj[2, 7, 5], experts.gate_up_proj[0, 9, 3] = 2.0**-60, -(2.0**-58)
+    plain = copy.deepcopy(model)
+    return plain, hf_mlspec.nest(model)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "gpt-oss"])
+def test_nested_experts_are_the_dense_ones_bit_for_bit(name, threads):
+    """The whole model nested, at 16 bits, whoever else is in the call."""
+    plain, model = some_nested(name)
+    ids, before = some_ids(8), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = scored_together(model, ids)
+        assert torch.equal(together, scored_together(plain, ids))
+        assert torch.equal(together[3:4], scored_together(model, ids[3:4]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bits", [Bits(4, 16), Bits(4, 8)])
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_drafts_of_nested_experts_follow_their_values_and_keep_bits(name, bits):
+    """Beside the model whose weights are the drafts'; one by one, alone in the batch."""
+    _, model = some_nested(name)
+    draft, ids = copy.deepcopy(model), some_ids(8)
+    values = {}
+    for path, own in draft.named_modules():
+        if isinstance(own, NestedLinear):
+            values[path, "weight"] = own.dequantized_draft(torch.bfloat16)
+        elif isinstance(own, NestedExperts):
+            drafts = {key: own.dequantized_draft(key, torch.bfloat16) for key in own.names}
+            turned = own.original.transposed
+            values |= {(path, key): dense.transpose(1, 2) if turned else dense for key, dense in drafts.items()}
+    hf_mlspec.unnest(draft)
+    for (path, key), dense in values.items():
+        getattr(draft.get_submodule(path), key).data.copy_(dense)
+    exact, firm = exact_and_firm(draft, ids)
+    together = scored_together(model, ids, bits)
+    error = (together.double() - exact)[firm].abs().mean() / exact[firm].abs().mean()
+    assert firm.sum() >= 4
+    assert error < (0.03 if bits.activation == 16 else 0.08)
+    single = runner_of(model, 2, bits)
+    steps = [single.feed([row[: i + 1] for row in ids[:2].tolist()])[:, 0] for i in range(LENGTH)]
+    assert torch.equal(torch.stack(steps, dim=1), together[:2])
+    assert torch.equal(scored_together(model, ids[5:6], bits), together[5:6])
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_the_decoder_of_devices_multiplies_nested_experts(name):
+    """Its ops in plain torch: exactly the dense ones', and drafts near to the CPU decoder's."""
+    plain, model = some_nested(name)
+    ids = some_ids(2).tolist()
+    together, dense = (torch.stack(Lanes(CudaDecoder(own), 2).feed(ids)) for own in (model, plain))
+    assert torch.equal(together, dense)
+    decoder = CudaDecoder(model)
+    assert {tuple(bits) for bits in decoder.bit_choices} == {(16, 16), (4, 16), (4, 8)}
+    for bits in (Bits(4, 16), Bits(4, 8)):
+        draft = torch.stack(Lanes(decoder, 2).feed(ids, bits=bits)).double()
+        beside = scored_together(model, torch.tensor(ids), bits).double()
+        error = ((draft - beside).norm(dim=-1) / beside.norm(dim=-1)).median()
+        assert error < 0.05
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "nested", "planes"])

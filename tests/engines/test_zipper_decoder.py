@@ -41,6 +41,32 @@ def test_scores_are_those_of_the_modules(tmp_path, family, mode, precision):
             torch.testing.assert_close(scores.logprobs, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("precision", ["zippera8", "zippera4", "zipper-lowa8", "zipper-lowa4"])
+def test_low_parts_of_4_bits_meet_integers_as_in_the_modules(tmp_path, family, precision):
+    model = zipper(tmp_path, family=family, mode="paper")
+    rows = [list(range(3, 3 + n)) for n in (5, 12, 9)]
+    found = token_logprobs(model, rows, precision=precision)
+    wide = token_logprobs(model, rows, precision=precision.partition("a")[0])
+    with hf_mlspec.precision_switch(model).at(precision):
+        assert decoder_of(model, "cpu") is not None
+        for row, scores, other in zip(rows, found, wide, strict=True):
+            logits = model(torch.tensor([row])).logits[0].float()
+            expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+            torch.testing.assert_close(scores.logprobs, expected, rtol=2e-2, atol=2e-2)
+            assert not torch.equal(scores.logprobs, other.logprobs)
+
+
+def test_chains_over_integers_write_what_the_target_writes_alone(tmp_path):
+    model, inputs = zipper(tmp_path, torch.bfloat16, mode="paper", activation_bits=8), prompts([8, 5, 11])
+    assert decoder_of(model, "cpu") is not None
+    alone = model.generate(**inputs, **GREEDY, assistant_models=[])
+    for levels in (["zipper-lowa8"], ["zippera4"], ["zipper-lowa8", "zipper-lowa4"], ["zipper-lowa4", "ngram"]):
+        chain = model.generate(**inputs, **GREEDY, assistant_models=levels)
+        assert torch.equal(chain, alone), levels
+        assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_chains_write_what_the_target_writes_alone(tmp_path, dtype, mode):
@@ -57,8 +83,9 @@ def test_chains_write_what_the_target_writes_alone(tmp_path, dtype, mode):
     assert torch.equal(torch.stack(one_by_one), alone[:, -24:])
 
 
-def test_eight_rows_have_the_bits_of_one(tmp_path):
-    model = zipper(tmp_path, torch.bfloat16, mode="clamp")
+@pytest.mark.parametrize(("mode", "bits"), [("clamp", 16), ("paper", 16), ("paper", 8), ("paper", 4)])
+def test_eight_rows_have_the_bits_of_one(tmp_path, mode, bits):
+    model = zipper(tmp_path, torch.bfloat16, mode=mode, activation_bits=bits)
     row = list(range(3, 30))
     (alone,) = token_logprobs(model, [row])
     many = token_logprobs(model, [row[:n] for n in range(10, 27)], batch_size=17)

@@ -12,6 +12,7 @@ import hf_mlspec
 from eval.zipper.calibrated import main
 from eval.zipper.outliers import give_outliers
 from eval.zipper.two_parts import SPLITS, parts_of, take_apart
+from eval.zipper.zero_shot import Question, accuracy
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import Split
 
@@ -74,12 +75,44 @@ def test_the_program_adds_a_line_a_row(tmp_path, capsys):
     files = ["--text", text, "--calibration", text, "--humaneval", tmp_path / "he.jsonl"]
     options = ["--windows", 1, "--solutions", 2, "--samples", 1, "--tokens", 32, "--outliers", 4]
     rows = ["bfloat16", "zipper"]
+    questions = [{"goal": "add", "sol1": "a + b", "sol2": "return"}, {"goal": "x", "sol1": "b", "sol2": "a"}]
+    (tmp_path / "piqa").mkdir()
+    text = "".join(json.dumps(one) + "\n" for one in questions)
+    (tmp_path / "piqa" / "valid.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "piqa" / "valid-labels.lst").write_text("0\n1\n", encoding="utf-8")
+    (tmp_path / "winogrande").mkdir()
+    both = {"context_options": ["a went so a", "a went so b"], "continuation": "came.", "gold": 1}
+    (tmp_path / "winogrande" / "winogrande_dev.jsonl").write_text(json.dumps(both) + "\n", encoding="utf-8")
+    options += ["--choices", tmp_path]
     given = ["--model", path, *files, *options, "--json", tmp_path / "out.jsonl", "--rows", *rows]
     assert main(list(map(str, given))) == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["row"] for line in lines] == rows
+    for name, count in (("piqa", 2), ("winogrande", 1)):
+        assert all(line[f"{name}, 16"] * count in range(count + 1) for line in lines)
+    assert "piqa, 4" in lines[1]
     for line in lines[1:]:
         assert 1 < line["solutions, 16"] < 1e4
         assert 0.5 < line["zeros"] < 1
         assert set(line["by layer"]) >= {"q_proj", "down_proj"}
-    assert "| zipper |" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "| zipper |" in told
+    assert "winogrande, 4" in told
+
+
+def test_padding_and_order_change_no_answer():
+    model = tiny(dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 64, (5 + i % 7,), generator=draw).tolist() for i in range(80)]
+    counts = [1 + i % 4 for i in range(80)]
+    questions = [Question(rows[i : i + 2], counts[i : i + 2], i // 2 % 2) for i in range(0, 80, 2)]
+    right = 0
+    for one in questions:
+        chances = []
+        for row, count in zip(one.rows, one.scored, strict=True):
+            with torch.no_grad():
+                scores = model(torch.tensor([row])).logits[0].log_softmax(-1)
+            chances.append(sum(scores[at - 1, row[at]].item() for at in range(len(row) - count, len(row))))
+        right += chances.index(max(chances)) == one.gold
+    assert 0 < right < 40
+    assert accuracy(model, questions) == right / 40

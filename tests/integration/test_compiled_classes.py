@@ -22,6 +22,8 @@ NEW = 16
 # Inputs of every linear in whole blocks.
 BLOCKS = {"hidden_size": 96, "intermediate_size": 160}
 OTHER_WORDS = {"helium": {"head_dim": 24}, "falcon": {"ffn_hidden_size": 160}, "opt": {"ffn_dim": 160}}
+OTHER_WORDS |= {"mamba2": {"num_heads": 12}, "bamba": {"mamba_n_heads": 12}}
+OTHER_WORDS["granite-hybrid"] = {"mamba_n_heads": 12, "shared_intermediate_size": 160}
 # Weights whose outputs are cut into q, k and v at other places than tiles have.
 CUT = ("bigcode", "phi3")
 HYBRID_MIXTURES = ("qwen3.5-moe", "qwen3-next")

@@ -184,13 +184,11 @@ def test_what_cannot_be_nested_stays_and_is_named_once():
     assert isinstance(model.model.layers[1].mlp.up_proj, NestedLinear)
 
 
-def test_conv1d_and_experts_stay(tmp_path):
+def test_conv1d_stays(tmp_path):
     with pytest.warns(UserWarning, match=r"stay as they are: .*c_attn \(Conv1D\)"):
         model = hf_mlspec.nest(tiny("gpt2", dtype=BF16))
     assert isinstance(model.lm_head, NestedLinear)  # GPT-2's only nn.Linear, tied to its embedding
     assert isinstance(model.get_input_embeddings(), NestedEmbedding)
-    with pytest.warns(UserWarning, match=r"mlp.experts \(fused expert weights\)"):
-        hf_mlspec.nest(tiny("gpt_oss", dtype=BF16))
 
 
 def with_escapes(model, rows: int):

@@ -9,10 +9,8 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.integration.levels import resolve as levels_module
-from hf_mlspec.nn.castable import is_nested
-from hf_mlspec.nn.expert_modules import is_experts
 from hf_mlspec.nn.state import state_of
-from tests.models import MIXTURES, prompts, tiny
+from tests.models import prompts, tiny
 
 BF16 = torch.bfloat16
 INPUTS = prompts([8, 5])
@@ -50,21 +48,6 @@ def test_a_nested_target_writes_what_it_writes_alone(nested, chain):
     first = hf_mlspec.last_stats(nested).levels[0]
     assert first.drafted > 0
     assert first.name == chain[0]
-
-
-@pytest.mark.parametrize("kind", [*MIXTURES, "gpt_oss"])
-def test_a_mixture_is_nested_but_for_its_experts_and_writes_what_it_wrote(kind, recwarn):
-    """Its linears draft in their 4 bits, its experts whole, and both say so."""
-    target = tiny(kind, dtype=BF16)
-    expected, experts = write(target), [module for module in target.modules() if is_experts(module)]
-    with pytest.warns(UserWarning, match=r"stay as they are: .*experts \(fused expert weights\)"):
-        hf_mlspec.nest(target)
-    assert [module for module in target.modules() if is_experts(module)] == experts
-    assert any(map(is_nested, target.modules()))
-    for chain in ([], ["nested"], ["nested", "experts:1"], ["mxfp4"]):
-        assert torch.equal(write(target, *chain), expected), chain
-    assert hf_mlspec.last_stats(target).levels[0].drafted > 0
-    assert not [one for one in recwarn if "weight_packed" in str(one.message)]  # a cast names layers, not tiles
 
 
 @pytest.mark.parametrize("chain", [["planes4"], ["planes4", "planes2"], ["planes6", "prompt_lookup"]])

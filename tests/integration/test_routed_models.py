@@ -18,6 +18,7 @@ from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
+from hf_mlspec.routing import compiled_engine
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import _KEPT, ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
@@ -106,7 +107,7 @@ def test_widths_differ_between_rows_and_follow_them(model):
 
     RoutedEngine.step = spied
     try:
-        generated(model)
+        generated(model, speculation_config={"engine": "modules"})
     finally:
         RoutedEngine.step = step
     assert len({tuple(own) for own in seen[0]}) > 1
@@ -130,7 +131,7 @@ def test_a_batch_in_any_company_writes_what_a_row_alone_writes(model):
         ]
 
 
-@pytest.mark.parametrize("engine", [None, "cuda"])
+@pytest.mark.parametrize("engine", [None, "modules", "cuda"])
 def test_a_given_cache_is_read_again_to_route_the_whole_prompt(model, engine):
     ids, how = torch.tensor([rows_of(INPUTS)[0]]), {"assistant_models": [], "speculation_config": {"engine": engine}}
     whole = generated(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **how)
@@ -149,7 +150,8 @@ def test_a_routed_target_checks_drafts_at_its_own_widths(model):
 @pytest.mark.parametrize("levels", [[], ["planes2"], ["prompt_lookup"], ["planes4", "planes2"]])
 def test_the_decoder_of_gpus_routes_as_modules_do(model, levels):
     """Here over a model on the CPU: rows of a batch read planes of their own."""
-    wanted, config = generated(model), {"engine": "cuda", "num_draft_tokens": 3}
+    wanted = generated(model, speculation_config={"engine": "modules"})
+    config = {"engine": "cuda", "num_draft_tokens": 3}
     assert generated(model, assistant_models=levels, speculation_config=config) == wanted
     for index, row in enumerate(rows_of(INPUTS)):
         alone = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))}
@@ -173,6 +175,38 @@ def test_rows_of_the_decoder_choose_what_modules_choose(model):
         again = compiled.feed([rows[2] + [5], rows[0] + [7], rows[1]])
     assert compiled.chosen == [modules.chosen[place] for place in (2, 0, 1)]
     torch.testing.assert_close(again[2], found[1])
+
+
+def test_a_prompt_that_memory_is_short_for_is_read_part_by_part_to_the_same_choices(model, monkeypatch):
+    decoder = built_decoder(model, "cuda")
+    row, asked, forward = [3 + n % 50 for n in range(80)], [], decoder.forward
+    engine = RoutedCudaEngine(model, decoder, router_of(model))
+
+    def short_of_memory(*operands, at_once=0, **how):
+        asked.append(at_once)
+        if at_once > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*operands, at_once=at_once, **how)
+
+    monkeypatch.setattr(compiled_engine, "LEAST_CHUNK", 5)
+    with torch.inference_mode():
+        engine.start(1, torch.device("cpu"))
+        wanted, chosen = engine.feed([row]), engine.chosen
+        monkeypatch.setattr(decoder, "forward", short_of_memory)
+        engine.start(1, torch.device("cpu"))
+        engine._choose(0, row, 1)
+        assert asked == [compiled_engine.CHUNK, 40, 20]
+        assert engine.chosen == chosen
+        bits = engine._bits_of_rows()
+        assert forward(*operands_of(row), engine._kv(1), bits=bits, at_once=7)[-1].equal(wanted[0, 0])
+        monkeypatch.setattr(compiled_engine, "LEAST_CHUNK", 40)
+        engine.start(1, torch.device("cpu"))
+        with pytest.raises(torch.OutOfMemoryError):
+            engine._choose(0, row, 1)
+
+
+def operands_of(row: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(own, dtype=torch.int32) for own in ([row], [0], [len(row)])]
 
 
 def test_choices_of_rows_that_left_are_let_go_with_the_graphs_that_hold_their_places(model):
@@ -200,7 +234,7 @@ def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):
     decoder._layers[0] = layer
 
 
-@pytest.mark.parametrize("engine", [None, "cuda"])
+@pytest.mark.parametrize("engine", [None, "modules", "cuda"])
 def test_a_stream_routes_as_generate_does(model, engine):
     rows = generated(model)
     prompts = rows_of(INPUTS)
@@ -212,7 +246,7 @@ def test_a_stream_routes_as_generate_does(model, engine):
     assert done[tuple(prompts[0][:4])] == reference(model, prompts[0][:4], 8)
 
 
-@pytest.mark.parametrize("engine", [None, "cuda"])
+@pytest.mark.parametrize("engine", [None, "modules", "cuda"])
 def test_draft_routing_changes_no_token(plain, folders, engine):
     if engine is not None:
         hf_mlspec.prepare(plain, engine=engine)  # of levels, too
@@ -235,6 +269,10 @@ def test_a_certificate_says_how_a_routed_draft_runs(plain, folders):
     config = hf_mlspec.SpeculationConfig(router=str(folders / "router.safetensors"))
     levels = resolve(plain, ["routed"], None, config)
     chain = certificate_subject.chain_of(plain, None, config, levels)
+    told = certificate_subject._decoding(plain, chain.runners[0], config)
+    assert told == {"how": certificate_subject.COMPILED, "reason": None}
+    config = replace(config, prepare=False)
+    chain = certificate_subject.chain_of(plain, None, config, resolve(plain, ["routed"], None, config))
     told = certificate_subject._decoding(plain, chain.runners[0], config)
     assert told == {"how": certificate_subject.BY_MODULE, "reason": WHY_BY_MODULE}
     assert certificate_subject._kind("routed", levels[0]) == "the target at the planes that a router picks"
@@ -299,8 +337,6 @@ def test_calls_that_cannot_be_routed_say_so(model, plain, folders, caplog):
         generated(plain, assistant_models=["routed"])
     with pytest.raises(ValueError, match="for a target that reads all planes"):
         generated(model, assistant_models=["routed"], speculation_config={"router": router})
-    with pytest.raises(ValueError, match="engine 'cpu' cannot run this LlamaForCausalLM"):
-        generated(model, assistant_models=[], speculation_config={"engine": "cpu"})
     with pytest.raises(TypeError, match="router is 3"):
         hf_mlspec.SpeculationConfig(router=3)
     with pytest.raises(ValueError, match="not in bit-planes"):

@@ -11,6 +11,9 @@ from hf_mlspec.ops.operator import REFERENCES, Operands, schema_of
 SCHEMAS = [
     "bf16_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
+    "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
+    "out_features, Tensor? bias, int group_size, int zero_doubled, int num_planes, int total_planes, int "
+    "outputs_of_weight) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
     "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
@@ -21,9 +24,9 @@ SCHEMAS = [
     "Tensor)",
     "cpu_isa() -> str",
     "cuda_linears(int device) -> str",
-    "delta_rows(Tensor qkvz, Tensor ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, "
+    "delta_rows(Tensor qkvz, Tensor? ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, "
     "Tensor starts, Tensor counts, Tensor marks, Tensor(a!) states, Tensor(b!) inputs, int[] sizes, int settles, "
-    "int behind) -> Tensor",
+    "int behind, Tensor? bias, Tensor? skip, int normed) -> Tensor",
     "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit) "
     "-> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
@@ -48,10 +51,15 @@ SCHEMAS = [
     "group_size) -> Tensor",
     "int4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, Tensor? "
     "bias, int group_size, int activation_bits, float activation_clip) -> Tensor",
+    "int4_sums(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
+    "group_size, int activation_bits) -> Tensor",
     "int4_int8_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits, float activation_clip) -> Tensor",
     "mxfp4_linear(Tensor x, Tensor weight_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "activation_bits) -> Tensor",
+    "nested_expert_rows(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, "
+    "Tensor? bias, Tensor experts, Tensor plan, int out_features, int weight_bits, int activation_bits, float slope, "
+    "float limit) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "

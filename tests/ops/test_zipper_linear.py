@@ -13,6 +13,7 @@ from hf_mlspec.formats import zipper
 from hf_mlspec.formats.zipper import HEADER, MODES
 from hf_mlspec.ops import library
 from hf_mlspec.ops.operator import REFERENCES
+from hf_mlspec.ops.zipper import zipper_fit_device
 
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("zipper_high_linear", "cpu") == "reference", reason="the compiled library is not built"
@@ -76,6 +77,23 @@ def test_tiles_lose_nothing(mode, out, size):
     high = zipper.split(weight.codes(), weight.how)[1]
     rows = zipper.to_sparse(high)
     assert len(tiles.split) == HEADER + 2 * out + 1 + len(rows.terms)
+
+
+@pytest.mark.parametrize(
+    ("options", "axes"),
+    [({"mode": "paper"}, 3), ({"low_bits": 3}, 3), ({}, 4), ({"bits": 5, "low_bits": 2}, 4)],
+)
+def test_low_parts_of_4_bits_are_int4_codes_and_others_planes(options, axes):
+    weight = zipper_cases.weight_of(40, 96, **options)
+    tiles = ops.prepack_zipper(*weight.parts)
+    assert tiles.planes.ndim == axes
+    assert weight.how.low_is_int4 == (axes == 3)
+    assert zipper_fit_device(tiles.planes)
+    assert not zipper_fit_device(tiles.planes.new_empty(1, 1, 4096, dtype=torch.uint8))  # a GPU's
+    x = zipper_cases.seeded(3, 96)
+    sums = ops.zipper_low_sums(x.bfloat16(), *tiles[:2], 40, how=weight.how)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums, ops.zipper_low_linear(x, *tiles[:2], 40, how=weight.how))
 
 
 @pytest.mark.parametrize("run", ["kernel", "reference"])

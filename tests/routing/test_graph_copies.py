@@ -87,14 +87,13 @@ def room_of(layers: int, slots: int, resident: dict[int, int]) -> tuple[CudaRoom
 
 def noted(room: CudaRoom, monkeypatch) -> list[tuple[str, int, set[str]]]:
     """Reads of slots, and copies to them, with what was done before each."""
-    notes, lay, planes = [], room._lay, room._store.planes
+    notes, brought, planes = [], room._brought, room._store.planes
 
-    def reads(place, slot, first, count):
-        if slot >= 0:
-            name = f"read {len(notes)}"
-            notes.append((name, slot, set(Stream.now.known)))
-            Stream.now.known.add(name)
-        lay(place, slot, first, count)
+    def reads(slot, place, count):
+        name = f"read {len(notes)}"
+        notes.append((name, slot, set(Stream.now.known)))
+        Stream.now.known.add(name)
+        return brought(slot, place, count)
 
     class Copies:
         slot = 0
@@ -115,9 +114,15 @@ def noted(room: CudaRoom, monkeypatch) -> list[tuple[str, int, set[str]]]:
 
         return Source()
 
-    monkeypatch.setattr(room, "_lay", reads)
+    monkeypatch.setattr(room, "_brought", reads)
     monkeypatch.setattr(room._store, "planes", copies)
     return notes
+
+
+def joined(tiles: torch.Tensor, *apart: torch.Tensor | None) -> torch.Tensor:
+    """As one weight of tiles."""
+    planes = [own for own in apart if own is not None]
+    return tiles_cuda.joined(tiles, torch.cat(planes)) if planes else tiles
 
 
 def expected(tiles: torch.Tensor, width: int) -> torch.Tensor:
@@ -131,7 +136,8 @@ def test_copies_bring_every_width_and_wait_for_what_reads_their_slot(gpu, monkey
     notes, copies = noted(room, monkeypatch), room.begin_graph()
     for width in (8, 2, 5, 8, 4, 7):
         for place, own in enumerate(tiles):
-            found = room.tiles_in_graph(place, width, copies)
+            with room.tiles_in_graph(place, width, copies) as parts:
+                found = joined(*parts)
             assert found.view(PAIRS, CHUNKS, 2, -1)[..., : expected(own, width).shape[-1]].equal(expected(own, width))
     assert copies.fetches.hits > 0
     moved = [note for note in notes if note[0].startswith("copy")]
@@ -150,8 +156,8 @@ def test_a_graph_over_top_planes_copies_nothing(gpu):
     room, tiles = room_of(3, 2, {})
     copies = room.begin_graph()
     for place, own in enumerate(tiles):
-        found = room.tiles_in_graph(place, TOP, copies)
-        assert found.view(PAIRS, CHUNKS, 2, -1).equal(expected(own, TOP))
+        with room.tiles_in_graph(place, TOP, copies) as parts:
+            assert joined(*parts).view(PAIRS, CHUNKS, 2, -1).equal(expected(own, TOP))
     assert (copies.turn, copies.fetches.reads_low) == (0, False)
 
 

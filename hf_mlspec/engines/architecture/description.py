@@ -16,8 +16,8 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "norm": (("rms", "rms plus one", "layer", "layer plus one"), ()),
     "head_norms": (("per head", "all heads"), ()),
     "residual": (("sequential", "parallel"), ()),
-    "mlp": (("gated", "plain", "experts"), ()),
-    "positions": (("rotary", "rotary by layer type", "learned"), ("biases by distance",)),
+    "mlp": (("gated", "plain", "experts", "none"), ()),
+    "positions": (("rotary", "rotary by layer type", "learned", "none"), ("biases by distance",)),
     "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
     "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
     "embedding_scale": (("none", "root of hidden"), ()),
@@ -95,25 +95,29 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """Layers with a gated delta net in place of attention (arXiv 2412.06464): those that config.layer_types calls
-    `kind`.
+    """Layers with a gated delta net (arXiv 2412.06464), or Mamba-2 (arXiv 2405.21060), in place of attention: those
+    that have a module `net`.
 
     linears: places in a layer of qkv, z, b, a and out. grouped: qkv computes of each key head its query, key, values
     and gates, and b its b and a; z and a are not there (Qwen3-Next). taps: the convolution's weight. rate, shift,
-    norm: A_log, what is added to a, and the weight of the norm before the gate. net: the module whose attributes
-    `heads` say key heads, value heads, elements of each, and taps; activations: attributes that have to say silu.
+    norm: A_log, what is added to a, and the norm before the gate. net: the module whose attributes `heads` say key
+    heads, value heads, elements of each, and taps; activations: attributes that have to say silu.
+    skip: of Mamba-2, D; None: a gated delta net. Then qkv computes gates, values, keys (B), queries (C) and time
+    steps, and z, b and a are not there; a group is a key head, and the norm is behind the gate; limits: an attribute
+    of the least and the largest time step, which have to bound nothing.
     """
 
     linears: Mapping[str, str]
     grouped: bool = False
-    kind: str = "linear_attention"
     net: str = "linear_attn"
     heads: tuple[str, ...] = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size")
     taps: str = "linear_attn.conv1d.weight"
     rate: str = "linear_attn.A_log"
     shift: str = "linear_attn.dt_bias"
-    norm: str = "linear_attn.norm.weight"
+    norm: str = "linear_attn.norm"
     activations: tuple[str, ...] = ("activation", "norm.activation")
+    skip: str | None = None
+    limits: str = "time_step_limit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +143,17 @@ class Description:
     linears: places in a layer: q, k, v or all three as qkv; o; gate, up or both, concatenated, as gate_up;
     down. qkv_by_head: queries, key and value of a key head, then those of the next (GPT-NeoX).
     mlp: "gated": down(activation(gate) * up); "plain": down(activation(up)) (Arcee); "experts": many gated
-    ones in some or all layers, as `experts` describes them.
+    ones in some or all layers, as `experts` describes them; "none" in any layer (Mamba-2).
     unset: config entries that have to be None or False: what they ask for no decoder does (clip_qkv of OLMoE).
     needed: config entries that have to be true, for the same reason.
     attention: the place in a layer whose attributes are named below; head_dim: the one that says how many elements a
     head has. kv_heads: a config entry, the number of key heads.
     activation: a config entry. norm_eps: a config entry, or the number.
     positions: "rotary": one table for all layers; "rotary by layer type": one for each (Gemma 3); "learned": a table
-    whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; not yet "biases
-    by distance" (ALiBi).
+    whose rows are added to the embeddings (GPT-2), at position_embedding from row position_offset on; "none"
+    (Mamba-2); not yet "biases by distance" (ALiBi).
+    rotates: a config entry that says "rope" where "rotary" is meant, and where nothing is rotated something else
+    (Granite hybrids).
     rotation: an element and the one half a head further ("halves"), or its neighbour: "pairs" where the model's tables
     hold the frequencies one behind the other twice (GLM-4), "pairs by columns" where they hold each twice (Cohere);
     "halves of single columns": halves, where they hold each once (gpt-oss).
@@ -157,7 +163,7 @@ class Description:
     type": where config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
     head_gates: "behind each query": q computes of every head its query and a gate, by whose sigmoid what the head
     gives is multiplied (Qwen3-Next).
-    delta: layers that are gated delta nets; None: there are none.
+    delta: layers that are gated delta nets or Mamba-2; None: there are none.
     sinks: the place in a layer of a logit per head that is part of the softmax, and has no value (gpt-oss).
     embedding_scale: "root of hidden": embed_scale of the table where it has one, else sqrt(hidden), in the weights'
     dtype (Gemma). embedding_multiplier: a config entry (Granite).
@@ -190,6 +196,7 @@ class Description:
     positions: str = "rotary"
     rotation: str = "halves"
     layers_without_rotary: str | None = None
+    rotates: str | None = None
     position_embedding: str | None = None
     position_offset: int = 0
     sinks: str | None = None
@@ -244,11 +251,13 @@ def not_served(description: Description, decoder: str) -> str | None:
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
     norms, linears = set(description.norms), set(description.linears)
-    blocks = all(norms & {block, f"{block}_out"} for block in ("attention", "mlp"))
+    parts = ("attention",) if description.mlp == "none" else ("attention", "mlp")
+    blocks = all(norms & {block, f"{block}_out"} for block in parts)
     if not blocks or len(norms & {"q", "k"}) == 1:
         return f"norms {_listed(norms)}; the compiled decoder takes one or two a block, and both of q, k or none"
-    inner = OF_MLP["plain" if description.mlp == "plain" else "gated"]
-    if linears not in [one | other for one in OF_ATTENTION for other in inner]:
+    inner = ({*()},) if description.mlp == "none" else OF_MLP["plain" if description.mlp == "plain" else "gated"]
+    outer = ({*()},) if description.mlp == "none" and description.delta is not None else OF_ATTENTION
+    if linears not in [one | other for one in outer for other in inner]:
         ways = " or ".join(_listed(one) for one in OF_ATTENTION), " or ".join(_listed(one) for one in inner)
         return f"linears {_listed(linears)}; the compiled decoder takes {ways[0]}, and {ways[1]}"
     if description.residual == "parallel" and (norms & {"attention_out", "mlp_out"} or description.experts):

@@ -25,7 +25,7 @@ from .adapted import require_low_rank
 from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
-from .kinds import kind_of, rope_kind, rope_kinds, window_of
+from .kinds import rope_kind, rope_kinds, window_of
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture
@@ -63,7 +63,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
     _require_width(config, linear_shape(head, "lm_head")[0], "lm_head")
     scale = logit_scale(entry, config, head)
-    rotary = None if entry.positions == "learned" else _part(model, entry.rotary_embedding)
+    rotary = None if kinds == [UNROTATED] else _part(model, entry.rotary_embedding)
     rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, COLUMNS[entry.rotation])
     positions = None if entry.position_embedding is None else _positions(entry, model, table.dtype)
     return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
@@ -201,7 +201,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has a replaced forward ({place})"
         if id(module) in of_others or is_lora(module):
             continue
-        known = type(module) in _BLOCKS or type(module) is PackedExperts or _is_packed(module)
+        known = type(module) in _BLOCKS or isinstance(module, PackedExperts) or _is_packed(module)
         known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)
         if not known:
@@ -210,13 +210,12 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 
 def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
     config, layers = text_config(model), _part(model, entry.layers)
-    attending = _attending(blocks)
-    attention, embed = _part(layers[attending], entry.attention), _part(model, entry.embedding)
+    embed = _part(model, entry.embedding)
     delta = next((delta_sizes(entry.delta, layers[i]) for i, b in enumerate(blocks) if b.delta is not None), None)
     activation = named(config, entry, "activation")
     if activation not in ACTIVATIONS:
         raise UnknownArchitecture(f"the compiled decoder has no activation {activation!r}")
-    kv_heads, head_dim = _heads(entry, config, attention, blocks[attending])
+    heads, kv_heads, head_dim, attention = _heads(entry, config, layers, blocks)
     if head_dim > MAX_HEAD_DIM:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in rope_kinds(entry, config) if kind != UNROTATED]
@@ -225,18 +224,18 @@ def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
         rotary_dim = rope_tables(rotary, kinds[:1], 1, columns=columns)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
-        heads=config.num_attention_heads,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=_intermediate(blocks),
+        intermediate=_intermediate(entry, config, blocks),
         vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
         rotary_dim=rotary_dim,
         activation=activation,
         norm_eps=entry.norm_eps if isinstance(entry.norm_eps, float) else named(config, entry, "norm_eps"),
         embedding_scale=embedding_scale(entry, config, embed),
-        attention_scale=named(attention, entry, "attention_scale"),
-        attention_softcap=named(attention, entry, "attention_softcap") or 0.0,
+        attention_scale=1.0 if attention is None else named(attention, entry, "attention_scale"),
+        attention_softcap=0.0 if attention is None else named(attention, entry, "attention_softcap") or 0.0,
         logit_softcap=named(config, entry, "logit_softcap") or 0.0,
         norms_have_mean=entry.has_layer_norms,
         rotates_pairs=entry.rotation.startswith("pairs"),
@@ -246,25 +245,32 @@ def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
         plain_mlp=entry.mlp == "plain",
         gated_heads=entry.head_gates != "none",
         delta=delta,
+        no_mlp=entry.mlp == "none",
     )
 
 
-def _attending(blocks: list[Block]) -> int:
-    """The first layer that attends."""
-    found = next((index for index, block in enumerate(blocks) if block.delta is None), None)
-    if found is None:
-        raise UnknownArchitecture("none of its layers attends")
-    return found
-
-
-def _intermediate(blocks: list[Block]) -> int:
+def _intermediate(entry: Description, config, blocks: list[Block]) -> int:
     """Elements between the projections of an MLP, or of an expert where no layer has an MLP."""
+    if entry.mlp == "none":
+        return config.hidden_size  # nobody reads it
     dense = next((block for block in blocks if block.experts is None), None)
     return blocks[0].experts.inner if dense is None else linear_shape(dense.modules["down"], "down")[0]
 
 
-def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tuple[int, int]:
-    """How many key heads there are, and how many elements each has."""
+def _heads(
+    entry: Description, config, layers: nn.ModuleList, blocks: list[Block]
+) -> tuple[int, int, int, nn.Module | None]:
+    """How many heads and key heads there are, how many elements each has, and the attention of the first layer that
+    has one. Where none attends, as in Mamba-2 or the first layers of a hybrid: those of the whole model, or the least
+    that a decoder takes."""
+    attending = next((index for index, block in enumerate(blocks) if block.delta is None), None)
+    if attending is None:
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None:
+            return 1, 1, 2, None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return heads, named(config, entry, "kv_heads"), head_dim, None
+    attention, block = _part(layers[attending], entry.attention), blocks[attending]
     if "k" in block.modules:
         kv_heads = named(config, entry, "kv_heads")
         head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
@@ -272,7 +278,7 @@ def _heads(entry: Description, config, attention: nn.Module, block: Block) -> tu
         head_dim = named(attention, entry, "head_dim")
         whole = next(block.modules[name] for name in ("qkv", "qkv_by_head") if name in block.modules)
         kv_heads = (linear_shape(whole, "qkv")[1] // head_dim - config.num_attention_heads) // 2
-    return kv_heads, head_dim
+    return config.num_attention_heads, kv_heads, head_dim, attention
 
 
 def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule) -> Any:
@@ -293,7 +299,7 @@ def _block(entry: Description, config, layer: nn.Module, index: int, rope_table:
         raise UnknownArchitecture(str(error)) from None
     places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
     norms, delta = entry.norms, None
-    if entry.delta is not None and kind_of(config, index) == entry.delta.kind:
+    if entry.delta is not None and getattr(layer, entry.delta.net, None) is not None:
         delta = delta_net(entry.delta, layer, index)
         places = {name: place for name, place in places.items() if name not in _OF_ATTENTION}
         places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}

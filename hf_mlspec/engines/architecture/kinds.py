@@ -33,7 +33,7 @@ def rope_kinds(entry: Description, config: Any) -> list[str | None]:
 def rope_kind(entry: Description, config: Any, index: int) -> str | None:
     """Which rotary table a layer reads."""
     how = entry.layers_without_rotary
-    if entry.positions == "learned":
+    if entry.positions in ("learned", "none") or (entry.rotates and named(config, entry, "rotates") != "rope"):
         return UNROTATED
     if how == WITHOUT_WINDOW:
         unrotated = getattr(config, "sliding_window", None) is not None and window_of(entry, config, index) == 0

@@ -141,7 +141,7 @@ def _row_of(linear: nn.Module) -> Tensor:
 def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertModule:
     """What a module of experts is; UnreadExperts for one that is not gated, or that has biases or is transposed where
     its entry does not say so."""
-    if type(experts) is PackedExperts:
+    if isinstance(experts, PackedExperts):
         found = experts.original
     else:
         why = ExpertModule.obstacle(experts) if experts is not None else "there are none"
@@ -154,7 +154,7 @@ def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertMo
         return found
     if not experts.has_gate or experts.has_bias:
         raise UnreadExperts(f"its experts of layer {index} have no gate, or biases")
-    if found.transposed and type(experts) is not PackedExperts:
+    if found.transposed and not isinstance(experts, PackedExperts):
         raise UnreadExperts(f"its experts of layer {index} are stored as [experts, in, out]")
     return found
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...nn.switch import PrecisionSwitch
-from ...ops.compiled_decoder import compiled_decoder, set_delta, set_delta_sizes, set_experts, set_linear
+from ...ops.compiled_decoder import (
+    PLANES,
+    Weight,
+    address_of,
+    compiled_decoder,
+    set_delta,
+    set_delta_sizes,
+    set_experts,
+    set_linear,
+    width_chooser,
+)
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from . import weights
-from .streamed import read_planes, reading_alone, taken_failure
+from .streamed import keep_failure, read_planes, reading_alone, taken_failure
+
+_OF_MLP = "gate", "up", "down"
 
 
 class CpuDecoder:
@@ -21,7 +34,8 @@ class CpuDecoder:
     num_layers: those that keep keys and values. num_recurrent: those that keep a state.
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
-    bit_choices: what its calls may ask of the packed weights, () where it has none.
+    bit_choices: what its calls may ask of the packed weights, () where it has none. blocks: of the attention and the
+    MLP of every layer in turn, outputs of its linears in bit-planes; 0 where others are among them.
     """
 
     def __init__(self, model: nn.Module):
@@ -54,6 +68,7 @@ class CpuDecoder:
                 set_experts(self.handle, layer.experts)
         set_linear(self.handle, "head", found.head)
         self.bit_choices = bit_choices(model)
+        self.blocks = [block for layer in found.layers for block in _blocks(layer.linears)]
         self.handle.set_dequantize(_multiply(switches(model)) == "dequant")
 
     def call(self, name: str, *arguments: Any, beside: CpuDecoder | None = None) -> tuple:
@@ -74,6 +89,26 @@ class CpuDecoder:
             raise failure
         return found
 
+    def choose_widths(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> list[int]:
+        """`choose_widths` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
+        what it raises is raised as it is."""
+
+        def chosen(block: int, inputs: Tensor) -> int:
+            try:
+                return choose(block, inputs)
+            except BaseException as error:
+                keep_failure(error)
+                return -1
+
+        callback = width_chooser(chosen, self.sizes.hidden)
+        try:
+            return self.call("choose_widths", *arguments, address_of(callback))
+        except RuntimeError as error:
+            failure = taken_failure()  # else `call` has told it
+            if failure is None:
+                raise
+            raise failure from error
+
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions (fewer only where the rotation changes beyond them)."""
         rotary.require_learned(count, self._learned)
@@ -86,6 +121,13 @@ class CpuDecoder:
             for index, table in enumerate(self._rotation.tables(positions)):
                 self.handle.set_rope(index, *table)
             self.positions = positions  # last: other threads look at it
+
+
+def _blocks(linears: dict[str, Weight]) -> list[int]:
+    """As of `CpuDecoder.blocks`, of one layer."""
+    parts = [[own for name, own in linears.items() if (name in _OF_MLP) == mlp] for mlp in (False, True)]
+    fit = [all(one.format == PLANES and one.order is None and one.rotation is None for one in part) for part in parts]
+    return [sum(one.out_features for one in part) * own for part, own in zip(parts, fit, strict=True)]
 
 
 def _tensors(norms: list[Norm | None]) -> list[Tensor | None]:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from ...formats.mxfp4 import BLOCK
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
-from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, ZIPPER, Experts, Weight
+from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, ZIPPER, Experts, Weight
 from ..architecture import ExpertBlock, UnknownArchitecture
 from ..slots import require_experts
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
-_PACKED = {"mxfp4": MXFP4, "int4": INT4}
+_PACKED = {"mxfp4": MXFP4, "int4": INT4, "nested": NESTED}
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -34,7 +34,7 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
     if any(own.format == ZIPPER or own.escape_rows is not None or own.resident_planes for own in shared.values()):
         raise UnknownArchitecture("its shared expert has a sparse part, rows with escapes, or planes that stream")
     require_experts(block, "CPU")
-    weight = _packed if type(block.experts) is PackedExperts else _dense
+    weight = _packed if isinstance(block.experts, PackedExperts) else _dense
     return Experts(
         router.contiguous(),
         None if bias is None else bias.float(),
@@ -64,15 +64,20 @@ def _packed(block: ExpertBlock, key: str) -> Weight:
     experts: PackedExperts = block.experts
     parts = experts.prepack_().parts(key)
     out_features, in_features = block.original.sizes[key]
-    mxfp4 = experts.format == "mxfp4"
+    own: dict[str, Tensor | None] = {}
+    if experts.format == "int4":
+        own = {"zero": parts.zero}
+    elif experts.format == "nested":
+        escapes = {"escape_rows": parts.escape_index, "escape_weight": parts.escape_value}
+        own = {"low": parts.low, "codebook": parts.codebook, **escapes}
     return Weight(
         _PACKED[experts.format],
         parts.packed,
         in_features,
         out_features,
         scale=parts.scale,
-        zero=None if mxfp4 else parts.zero,
         bias=_bias(block, key),
-        group_size=BLOCK if mxfp4 else experts.group_size,
+        group_size=BLOCK if experts.format == "mxfp4" else experts.group_size,
         bits=experts.switch.bits,
+        **own,
     )

@@ -31,7 +31,7 @@ class PlaneReader:
                 reading = linears[key].source.reading(linears[key], planes)
                 reading.__enter__()
             except BaseException as error:
-                _kept.failure = error
+                keep_failure(error)
                 return False
             open_[key] = reading
             return True
@@ -40,7 +40,7 @@ class PlaneReader:
             try:
                 open_.pop(key).__exit__(None, None, None)
             except BaseException as error:
-                _kept.failure = error
+                keep_failure(error)
 
         self.begin, self.end = PlanesBegin(begin), PlanesEnd(end)
         self.sources = {id(own.source): own.source for own in linears.values()}
@@ -66,7 +66,12 @@ def reading_alone(*readers: PlaneReader) -> Iterator[None]:
         yield
 
 
+def keep_failure(error: BaseException) -> None:
+    """What the running call of this thread fails with, until it can be raised."""
+    _kept.failure = error
+
+
 def taken_failure() -> BaseException | None:
-    """What streamed planes failed with in the last call of this thread; it is told once."""
+    """What the last call of this thread failed with in the middle; it is told once."""
     failure, _kept.failure = getattr(_kept, "failure", None), None
     return failure

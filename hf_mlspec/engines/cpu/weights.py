@@ -182,7 +182,7 @@ def _lut(linear: LutLinear, parts: LutParts, shape: dict[str, Any]) -> Weight:
 
 
 def _zipper(linear: ZipperLinear, parts: ZipperParts, shape: dict[str, Any]) -> Weight:
-    own = {"scale": parts.scale, "high": parts.split, "group_size": low_group(linear.in_features)}
+    own = {"scale": parts.scale, "high": parts.split, "group_size": low_group(linear.in_features, linear.how)}
     return Weight(ZIPPER, parts.planes, **own, **shape)
 
 

@@ -136,7 +136,7 @@ class CudaDecoder:
     def forward(
         self, ids: Tensor, starts: Tensor, counts: Tensor, kv: Tensor, *, pick: Tensor | None = None,
         bits: Bits | BlockBits = OWN_BITS, packing: Packing | None = None, draft_window: int = 0,
-        states: DeltaStates | None = None, settles: int = AT_START,
+        states: DeltaStates | None = None, settles: int = AT_START, at_once: int = 0,
     ) -> Tensor:  # fmt: skip
         """Write keys and values of int32 ids ``[batch, width]``; -> logits ``[m, vocab]`` before their soft cap.
 
@@ -145,8 +145,9 @@ class CudaDecoder:
         rows; its dtype says whether it holds codes. pick: int64 ``[m]``, indices into the flattened ids (into
         packing.take where that is given), None: all. bits: one of bit_choices, 0: what the model's switch says; or
         those of every block. packing: of ids with padding. draft_window: of every layer, as of `ops.ragged_attention`.
-        states: of the rows, where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. Only
-        enqueues. ValueError for operands that do not fit.
+        states: of the rows, where layers keep any; settles: what becomes of them, as of `ops.delta_rows`. at_once:
+        tokens whose MLP is computed together, 0: all; more take more memory and give the same bits. Only enqueues.
+        ValueError for operands that do not fit.
         """
         self._require(ids, kv, bits, states)
         eps, lanes = self.sizes.norm_eps, (*ids.shape, starts, counts, packing, draft_window)
@@ -159,8 +160,14 @@ class CudaDecoder:
                 beside, added = added, None
             elif layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
+            if self.sizes.no_mlp:
+                continue
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
-            added = self._feed_forward(layer, normed, at(bits, 2 * number + 1, normed))
+            own = at(bits, 2 * number + 1, normed)
+            if 0 < at_once < len(normed):
+                added = torch.cat([self._feed_forward(layer, part, own) for part in normed.split(at_once)])
+            else:
+                added = self._feed_forward(layer, normed, own)
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
@@ -173,7 +180,7 @@ class CudaDecoder:
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
-            return layer.delta(normed, lanes, *kept, self.sizes.norm_eps, bits)
+            return layer.delta(normed, lanes, *kept, bits)
         return self._attend(layer, normed, kv[layer.index], lanes, bits)
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:

@@ -27,7 +27,7 @@ from .states import DeltaStates
 from .steps import CudaSteps
 
 CHUNK = 4096  # tokens of a step: linear layers of a GPU get no cheaper per token beyond, and memory stays small
-_LEAST_CHUNK = 256  # where there is no memory for more
+LEAST_CHUNK = 256  # where there is no memory for more
 _LEAD = 4  # tokens a row may lack and still be fed in one step with its draft; more of them are a prefill
 
 
@@ -186,7 +186,7 @@ def prefill(
             how["states"] = None if states is None else states.part(first, end)
             decoder.forward(*operands, kv[:, :, first:end], **how)
         except RuntimeError as error:
-            if most <= _LEAST_CHUNK or not out_of_memory(error):
+            if most <= LEAST_CHUNK or not out_of_memory(error):
                 raise
         else:
             done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ... import ops
 from ...formats import Parts
+from ...formats.nested import NestedParts
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
 from ...precision import Bits
 from ..architecture import ExpertBlock, UnknownArchitecture
 from ..slots import require_experts
-from .weights import JoinedLinear, joined
+from .weights import JoinedLinear, filled, joined
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _MOST, _MOST_GROUPS = 1024, 64  # MLSPEC_CUDA_MOST_EXPERTS, MLSPEC_CUDA_MOST_GROUPS
@@ -60,6 +61,28 @@ class FourBitExperts:
         return ops.int4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
 
 
+class NestedTileExperts:
+    """One projection of all experts in nested BF16, in tiles; bias as of DenseExperts."""
+
+    __slots__ = ("bias", "codebook", "escapes", "out_features", "own", "tiles")
+
+    def __init__(self, experts: PackedExperts, tiles: NestedParts, bias: Tensor | None, out_features: int):
+        self.tiles, self.codebook, self.bias = (tiles.packed, tiles.scale, tiles.low), tiles.codebook, bias
+        self.escapes = {"escape_rows": tiles.escape_index, "escape_weight": tiles.escape_value}
+        self.out_features, self.own = out_features, experts.switch.bits
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
+    ) -> Tensor:
+        """As DenseExperts, at (16, 16), (4, 16) or (4, 8) bits, 0: the switch's."""
+        how = self.out_features, *filled(bits, self.own), *(clamp or ())
+        rest = self.codebook, self.bias, experts, plan
+        return ops.nested_expert_rows(x, *self.tiles, *rest, *how, **self.escapes)
+
+
+_PACKED = {"mxfp4": FourBitExperts, "int4": FourBitExperts, "nested": NestedTileExperts}
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """What the experts of a layer add, before it is summed: as `ops.weighted_rows` takes it."""
@@ -94,8 +117,8 @@ class ExpertLayer:
     count: int
     chosen: int
     renormalize: bool
-    up: DenseExperts | FourBitExperts
-    down: DenseExperts | FourBitExperts
+    up: DenseExperts | FourBitExperts | NestedTileExperts
+    down: DenseExperts | FourBitExperts | NestedTileExperts
     clamp: tuple[float, float] | None
     shared: tuple[JoinedLinear, ...]
     extra_bytes: int
@@ -134,7 +157,8 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
         own = block.biases.get(key)
         if isinstance(block.experts, PackedExperts):
             tiles = block.experts.prepack_().parts(key)
-            projections.append(FourBitExperts(block.experts, tiles, own, block.original.sizes[key][0]))
+            kind = _PACKED[block.experts.format]
+            projections.append(kind(block.experts, tiles, own, block.original.sizes[key][0]))
         else:
             weight = getattr(block.experts, key)
             dense = out_major(weight) if block.original.transposed else weight.detach()

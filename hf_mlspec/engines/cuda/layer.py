@@ -65,7 +65,10 @@ def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
 
 
 def _mlp(block: Block) -> dict[str, Any]:
-    """The fields of a `Layer` that its MLP or its experts fill."""
+    """The fields of a `Layer` that its MLP or its experts fill; all None where it has neither."""
+    if block.experts is None and "down" not in block.modules:
+        fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation", "experts"
+        return dict.fromkeys(fields)
     if block.experts is not None:
         fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation"
         return {**dict.fromkeys(fields), "experts": expert_layer(block.experts)}

@@ -50,4 +50,7 @@ class StreamedPlanesLinear:
 
     def _fetched(self, x: Tensor, module: PlanesLinear, bias: Tensor | None, count: int) -> Tensor:
         with self.source.reading(module, count) as tiles:
-            return ops.bitplane_linear(x, *tiles, module.out_features, bias, **self.how, num_planes=count)
+            apart = tiles[2:]
+            return ops.bitplane_linear(
+                x, *tiles[:2], module.out_features, bias, **self.how, num_planes=count, apart=apart
+            )

@@ -14,7 +14,6 @@ from ...formats.zipper import HEADER, LOW
 from ...nn.switch import filled
 from ...nn.zipper import ZipperLinear
 from ...nn.zipper_host import HostRows, begun, to_host, zipper_host_linear
-from ...ops.zipper import low_settings
 from ...precision import Bits
 from .neighbours import make_views, neighbours
 
@@ -31,7 +30,7 @@ class ZipperTilesLinear:
     def __init__(self, module: ZipperLinear, tiles: Parts, out_features: int, bias: Tensor | None):
         self.tiles, self.out_features, self.bias, self.extra_bytes = tiles[:2], out_features, bias, 0
         self.high, self.rows = tiles[2], {"outputs": [out_features], "begins": [0]}
-        self.how = low_settings(module.in_features, module.how)
+        self.how = module.how
         self.own = module.switch.bits
         self.hosts: list[HostRows] = []
         if tiles[2].is_cuda and bool(tiles[2][HEADER - 1]) and len(tiles[2]) > HEADER:
@@ -53,10 +52,12 @@ class ZipperTilesLinear:
 
     def __call__(self, x: Tensor, bits: Bits) -> Tensor:
         """``[n, in]`` -> ``[n, out]`` with both parts, or at LOW bits of weights with the low one, 0: the switch's."""
-        if filled(bits, self.own).weight == LOW.weight:
-            return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how)
+        asked = filled(bits, self.own)
+        how = {"how": self.how, "activation_bits": asked.activation}
+        if asked.weight == LOW.weight:
+            return ops.zipper_low_linear(x, *self.tiles, self.out_features, self.bias, **how)
         pending = begun(x, self.hosts) if self.hosts else None
-        low = ops.bitplane_sums(x, *self.tiles, self.out_features, **self.how)
+        low = ops.zipper_low_sums(x, *self.tiles, self.out_features, **how)
         if self.hosts:
             return zipper_host_linear(x, low, pending, self.bias)
         return ops.zipper_high_joined(x, low, self.high, self.bias, **self.rows)

@@ -53,13 +53,14 @@ __all__ = [
 ]
 
 
-def zeros(shape: tuple[int, int], device: torch.device, **options: Any) -> NestedParts:
-    """The parts on disk of a weight ``[out, in]`` whose exact values are all 0, without escapes."""
-    out_features, in_features = shape
-    low = torch.zeros(out_features, in_features, dtype=torch.uint8, device=device)
-    half = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
-    scale = torch.full((out_features, in_features // BLOCK), SMALLEST_SCALE, dtype=torch.uint8, device=device)
-    return NestedParts(half, scale, low, half.clone(), codebooks.codebook_of(codebooks.DEFAULT, device))
+def zeros(shape: tuple[int, ...], device: torch.device, **options: Any) -> NestedParts:
+    """The parts on disk of a weight ``[..., out, in]`` whose exact values are all 0, without escapes."""
+    *leading, in_features = shape
+    low = torch.zeros(shape, dtype=torch.uint8, device=device)
+    half = torch.zeros(*leading, in_features // 2, dtype=torch.uint8, device=device)
+    scale = torch.full((*leading, in_features // BLOCK), SMALLEST_SCALE, dtype=torch.uint8, device=device)
+    codebook = codebooks.codebook_of(codebooks.DEFAULT, device).expand(*leading[:-1], -1).contiguous()
+    return NestedParts(half, scale, low, half.clone(), codebook)
 
 
 def _require_codebook(codebook: object) -> None:
@@ -103,6 +104,7 @@ FORMAT = Format(
     level_words=("nested", "nested4", "nested4a8"),
     as_level=_as_level,
     reads_part=True,
+    experts=True,
     in_place=True,
     stays_whole=True,
 )

@@ -54,6 +54,11 @@ class Split(NamedTuple):
         return self.low_bits + (self.mode != "paper")
 
     @property
+    def low_is_int4(self) -> bool:
+        """Whether the low part has 4 bits, sign included, so that kernels of int4 weights take it."""
+        return self.low_planes == 4
+
+    @property
     def low_unit(self) -> int:
         """Steps of the weight in one of the low part."""
         return 2 if self.mode == "paper" else 1

@@ -7,8 +7,9 @@ from torch import nn
 
 from ...engines.built import switches
 from ...engines.engine import Engine
-from ...engines.slots import AT_16_BITS
+from ...engines.slots import meets_integers
 from ...formats import FORMATS, Format
+from ...nn.packed import PackedLinear
 from ...nn.switch import PrecisionSwitch, precision_switch
 from ...precision import Bits, Precision
 from ..config import CONFIDENCE_THRESHOLD, NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS_AT_LOWER_PRECISION, QSPEC_ACTIVATION_BITS
@@ -56,11 +57,15 @@ def lower_precision(target: nn.Module, word: str, precision: Precision | None) -
 def require_engine(target: nn.Module, word: str, bits: Bits, engine: Engine) -> None:
     """ValueError for bits of activations that the modules of these weights have, and ``engine`` does not."""
     switch = precision_switch(target)
-    if switch.weights in AT_16_BITS and bits.activation != 16 and engine.name != "modules":
+    if bits.activation == 16 or engine.name == "modules":
+        return
+    own = (layer for layer in target.modules() if isinstance(layer, PackedLinear) and layer.switch is switch)
+    if not all(map(meets_integers, own)):
         own = Precision(switch.record.family, switch.bits.weight, bits.activation)
         raise ValueError(
-            f"level {word!r}: a compiled decoder multiplies {switch.record.title} by 16-bit activations alone: its "
-            f"levels are called {_fitting(switch)}; or let the target have {bits.activation}-bit ones, too "
+            f"level {word!r}: a compiled decoder multiplies these {switch.record.title} by 16-bit activations alone: "
+            f"its levels are called {_fitting(switch)}; or quantize with mode='paper', whose low part has 4 bits; or "
+            f"let the target have {bits.activation}-bit ones, too "
             f"(activation_bits={bits.activation}, {str(own)!r}), which run module by module"
         )
 

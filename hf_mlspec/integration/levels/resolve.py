@@ -14,7 +14,7 @@ from ...engines.built import device_of, drop_outdated, fingerprint, walking_anew
 from ...engines.choose import move_weights
 from ...formats import casts
 from ...nn.adapters import without_wrapper
-from ...nn.castable import is_nested
+from ...nn.castable import holds_draft
 from ...nn.fewer_experts import fewer_experts
 from ...nn.head import EagleHead
 from ...nn.nest import nest
@@ -304,7 +304,7 @@ def draws_on_nested(level: str) -> bool:
 
 def nested_for(target: nn.Module, levels: list[str]) -> nn.Module:
     """The target, nested in place if a level word needs it and it is not nested yet."""
-    if any(map(draws_on_nested, levels)) and not any(map(is_nested, target.modules())):
+    if any(map(draws_on_nested, levels)) and not any(map(holds_draft, target.modules())):
         nest(target)
     return target
 

@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ...checkpoints.pickles import pickled_tensors
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, StoredTensor, mapped, read_header, require_checksums
 from ...formats.damage import ValueCheck
+from ...nn.nested_experts import require_whole
 from ...nn.packed import PackedLinear, PackedModule
 from ..json_object import read_object
 
@@ -327,15 +328,13 @@ def _value_checks(stored: dict[str, StoredTensor], model: PreTrainedModel) -> It
 def _require_whole_weights(stored: dict[str, StoredTensor], model: PreTrainedModel) -> None:
     """Of formats whose tensors say more together than each by itself: planes, codebooks, escapes."""
     for path, module in model.named_modules():
-        if not isinstance(module, PackedLinear) or not module.record.stays_whole:
-            continue
-        held = {f"weight_{part}": stored.get(f"{path}.weight_{part}") for part in module.record.parts}
-        try:
-            weight = module.record.weight(**{name: _read(tensor) for name, tensor in held.items()}, name=path)
-            weight.validate(module.out_features, module.in_features)
-        except ValueError as error:
-            files = sorted({str(tensor.file) for tensor in held.values() if tensor is not None})
-            raise ValueError(f"{error} (in {', '.join(files)})") from error
+        for key in module.names if isinstance(module, PackedModule) and module.record.stays_whole else ():
+            held = [stored.get(f"{path}.{key}_{part}") for part in module.record.parts]
+            try:
+                require_whole(module, key, module.record.weight.PARTS(*map(_read, held)), path)
+            except ValueError as error:
+                files = sorted({str(tensor.file) for tensor in held if tensor is not None})
+                raise ValueError(f"{error} (in {', '.join(files)})") from error
 
 
 def _read(tensor: StoredTensor | None) -> torch.Tensor | None:

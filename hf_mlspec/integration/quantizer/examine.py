@@ -33,7 +33,7 @@ from ..levels.words import require_no_head
 from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
 from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
-from .nested_loading import escapes_of, tied_to_tables
+from .nested_loading import escapes_of, plain_experts, tied_to_tables
 from .packing import packed_modules, packed_parameters, packed_weights, put_packed
 from .research import Research, research_of
 from .source import missing_packages
@@ -220,7 +220,8 @@ def _order(plan: LayerPlan) -> torch.Tensor:
 def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[PreTrainedModel, list[Layers]]:
     model = blank_model(folder, _dtype(folder, checkpoint))
     require_plain(checkpoint, model)
-    kept = set(config.modules_to_not_convert) | (tied_to_tables(model) if config.record.in_place else set())
+    kept = set(config.modules_to_not_convert)
+    kept |= tied_to_tables(model) | plain_experts(model, checkpoint) if config.record.in_place else set()
     put_packed(model, config, kept, with_sources=False, escapes=escapes_of(checkpoint))
     guard = next(packed_modules(model))
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"{guard[0]}\.{guard[1].names[0]}$"}

@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...nn.castable import is_nested
+from ...nn.castable import holds_draft, is_nested
+from ...nn.expert_modules import is_experts
 from ...nn.nest import kept_linears, nest_planned, tell_kept
 from ...nn.nest_plan import nothing_to_nest, plan_of
 from ...nn.nested import NestedEmbedding
+from ...nn.nested_experts import is_nested_experts
 from .checkpoint import Checkpoint
 from .config import MLSpecConfig
 from .packing import choose_kept, switch_of
@@ -37,13 +39,13 @@ def nest_loaded(model: PreTrainedModel, config: MLSpecConfig) -> None:
     tensor), for offloaded weights, or where nothing can be nested."""
     asked = choose_kept(model, config, [])
     plan = plan_of(model, asked)
-    if asked and not plan.paths and not plan.kept:
+    if asked and not plan.paths and not plan.experts and not plan.kept:
         raise ValueError(
             f"MLSpecConfig: skip_modules={config.skip_modules} keeps every nn.Linear of {type(model).__name__} plain, "
             f"all {len(asked)}: leave some to be nested, or load it without quantization_config"
         )
     nest_planned(model, plan, config.codebook, switch_of(config))
-    if not any(map(is_nested, model.modules())):
+    if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
     config.modules_to_not_convert = sorted({*asked, *kept_linears(model, plan)})
     tell_kept(model, plan)
@@ -54,7 +56,8 @@ def nest_tied(model: PreTrainedModel, config: MLSpecConfig) -> None:
     plan = plan_of(model, config.modules_to_not_convert)
     if plan.tables:
         plan.paths = {name: paths for name, paths in plan.paths.items() if name in plan.tables}
-        switch = next((module.switch for module in model.modules() if is_nested(module)), None)
+        plan.experts = {}
+        switch = next((module.switch for module in model.modules() if holds_draft(module)), None)
         nest_planned(model, plan, config.codebook, switch or switch_of(config))
 
 
@@ -65,22 +68,35 @@ def tied_to_tables(model: PreTrainedModel) -> set[str]:
     return {name for name in names if isinstance(model.get_submodule(name), nn.Linear)}
 
 
+def plain_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """Names of the modules of experts that a checkpoint holds as they are, not nested."""
+    prefix = f"{model.base_model_prefix}."
+    found = set()
+    for name, module in model.named_modules():
+        if is_experts(module):
+            keys = [f"{path}.down_proj_low" for path in (name, prefix + name, name.removeprefix(prefix))]
+            found |= set() if any(key in checkpoint.tensors for key in keys) else {name}
+    return found
+
+
 def escapes_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many escapes each nested weight has, by the module's name; ValueError where places and values differ in
-    number or one of them is missing."""
+    """How many escapes each nested weight has, by the weight's name (those of experts: by the projection's);
+    ValueError where places and values differ in number or one of them is missing."""
     found = {}
     for name, index in checkpoint.tensors.items():
-        if not name.endswith((_INDEX, _VALUE)):
+        end = next((end for end in (_INDEX, _VALUE) if name.endswith(end)), None)
+        if end is None:
             continue
-        module = name.rpartition(".")[0]
-        places, values = (checkpoint.tensors.get(f"{module}.weight{end}") for end in (_INDEX, _VALUE))
+        weight = name.removesuffix(end)
+        module, _, own = weight.rpartition(".")
+        places, values = (checkpoint.tensors.get(f"{weight}{end}") for end in (_INDEX, _VALUE))
         shapes = [None if tensor is None else list(tensor.shape) for tensor in (places, values)]
         if None in shapes or shapes[0] != shapes[1] or len(shapes[0]) != 1:
             raise ValueError(
-                f"{module}: weight_escape_index has shape {shapes[0]} and weight_escape_value {shapes[1]} in "
+                f"{module}: {own}_escape_index has shape {shapes[0]} and {own}_escape_value {shapes[1]} in "
                 f"{index.file}, both must be [n], or both absent: the checkpoint is damaged"
             )
-        found[module] = shapes[0][0]
+        found[weight] = shapes[0][0]
     return found
 
 
@@ -93,6 +109,12 @@ def with_plain_tables(
     for path, table in tables:
         _put_plain(state, path, table.head.dequantized())
     for path, module in model.named_modules(remove_duplicate=False):
+        if is_nested_experts(module) and config.weights != module.format:
+            dense = module.dequantized_module(torch.bfloat16)
+            for key in module.names:
+                for part in module.record.parts:
+                    state.pop(f"{path}.{key}_{part}", None)
+                state[f"{path}.{key}"] = getattr(dense, key).detach()
         if not is_nested(module):
             continue
         if any(table.shares(module) for _, table in tables):

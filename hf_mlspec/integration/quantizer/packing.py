@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...nn.castable import has_dense_weight
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
+from ...nn.nested_experts import NestedExperts
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch, switch_for
@@ -136,7 +138,7 @@ def put_packed(
 
     with_sources: the packed module also holds the unpacked parameters it will be quantized from, because transformers
     collects only tensors that the model has; quantizing a tensor removes its parameter again. escapes: the number of
-    escapes of a nested weight on disk, by module name.
+    escapes of a nested weight on disk, by the weight's name.
     """
     switch = switch_of(config)
     prefix = f"{model.base_model_prefix}."
@@ -146,8 +148,7 @@ def put_packed(
         if kept.intersection(path for n in own for path in (n, prefix + n, n.removeprefix(prefix))):
             continue
         if id(module) not in done:
-            count = next((escapes[path] for path in (name, prefix + name) if escapes and path in escapes), 0)
-            found = {"escapes": count} if escapes else {}
+            found = _room_for(module, (name, prefix + name), escapes) if escapes else {}
             done[id(module)] = packed = _empty(module, name, switch, config, **found)
             for source in packed.names if with_sources else ():
                 packed.register_parameter(source, getattr(module, source))
@@ -159,6 +160,13 @@ def put_packed(
         )
 
 
+def _room_for(module: nn.Module, paths: tuple[str, str], escapes: Mapping[str, int]) -> dict[str, Any]:
+    """Of the module at one of ``paths``: the number of escapes, or of experts of each projection."""
+    own = {key: next((escapes[f"{path}.{key}"] for path in paths if f"{path}.{key}" in escapes), 0)
+           for key in (("weight",) if has_dense_weight(module) else ExpertModule.of(module, paths[0]).sizes)}
+    return {"escapes": own["weight"] if has_dense_weight(module) else own}
+
+
 def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
     """A new switch for layers of the config's format."""
     clip = 1.0 if config.activation_clip is None else config.activation_clip
@@ -166,7 +174,7 @@ def switch_of(config: MLSpecConfig) -> PrecisionSwitch:
 
 
 def _empty(
-    module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig, **settings: int
+    module: nn.Module, name: str, switch: PrecisionSwitch, config: MLSpecConfig, **settings: Any
 ) -> PackedModule:
     settings |= config.record.shaping(config.format_settings)
     if has_dense_weight(module):
@@ -174,7 +182,8 @@ def _empty(
         if config.transform != NONE.word:
             packed.transform_(transform_named(config.transform))
     else:
-        packed = PackedExperts.empty(module, config.weights, switch, name, **settings)
+        kind = NestedExperts if config.weights == NestedExperts.format else PackedExperts
+        packed = kind.empty(module, config.weights, switch, name, **settings)
     packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
     return packed.train(module.training)
 

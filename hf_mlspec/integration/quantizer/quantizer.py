@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from ...checkpoints.safetensors_file import CHECKSUMS_KEY, checksums
 from ...formats import cache_format
 from ...nn.castable import require_plain_inputs
+from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.transforms import NONE
@@ -35,6 +36,7 @@ from .nested_loading import (
     escapes_of,
     nest_loaded,
     nest_tied,
+    plain_experts,
     require_here,
     require_nestable,
     tied_to_tables,
@@ -131,6 +133,7 @@ class MLSpecQuantizer(PackedQuantizer):
         kept = set(config.modules_to_not_convert)
         if self._nests:
             kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor
+            kept |= plain_experts(model, checkpoint) if checkpoint is not None else set()
         escapes = escapes_of(checkpoint) if checkpoint is not None else {}
         put_packed(model, config, kept, with_sources=False, escapes=escapes)
         guard = _guard_name(model).removeprefix(f"{model.base_model_prefix}.")  # a base model's has no prefix
@@ -215,7 +218,9 @@ class MLSpecQuantizer(PackedQuantizer):
         if self._nests:
             nested = [name for name, _ in packed_modules(model)]
             unnest(model)
-            for weight in (model.get_submodule(name).weight for name in nested):
+            dense = [model.get_submodule(name) for name in nested]
+            keys = [ExpertModule.of(own, "").sizes if is_experts(own) else ("weight",) for own in dense]
+            for weight in (getattr(own, key) for own, names in zip(dense, keys, strict=True) for key in names):
                 weight.data = weight.data.to(dtype)  # a tied table holds the same parameter
         for name, module in list(packed_modules(model)):
             linear = isinstance(module, PackedLinear)

@@ -61,13 +61,18 @@ def _check_weight(given: Operands) -> int:
 def _check_linear(given: Operands) -> None:
     in_features = _check_weight(given)
     given.require_part("codebook", torch.uint8, [LEVELS])
+    require_nested_bits(given)
+    given.require_rows(in_features, given.out_features)
+
+
+def require_nested_bits(given: Operands) -> None:
+    """ValueError for weight_bits and activation_bits that no product of nested weights has."""
     if (given.weight_bits, given.activation_bits) not in NESTED_BITS:
         pairs = ", ".join(f"{weight} and {activation}" for weight, activation in NESTED_BITS)
         raise ValueError(
             f"{given.op}: weight_bits is {given.weight_bits} and activation_bits {given.activation_bits}, choose one "
             f"of {pairs}"
         )
-    given.require_rows(in_features, given.out_features)
 
 
 @operator(_check_linear, like_x)

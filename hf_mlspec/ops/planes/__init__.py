@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,7 @@ def bitplane_linear(
     num_planes: int,
     total_planes: int | None = None,
     outputs_of_weight: int = 0,
+    apart: Sequence[Tensor] = (),
 ) -> Tensor:
     """float x ``[..., in]`` times the first ``num_planes`` planes of a weight from ``prepack_planes`` -> ``[...,
     out]``.
@@ -109,17 +111,24 @@ def bitplane_linear(
     x is rounded to bfloat16; products are exact, sums float32 within each group of group_size 32, 64 or 128, which is
     then scaled. zero_doubled: twice the code that means 0 (formats/planes/). total_planes: of the weight where its
     tiles store the first few alone. outputs_of_weight: where these are but some outputs of a weight, all of it: then
-    they have its order of sums, and so its bits; 0: these are all.
+    they have its order of sums, and so its bits; 0: these are all. apart: planes behind those of tiles of a GPU, uint8
+    ``[planes, bytes of one]`` (tiles_cuda.plane_bytes): those that are resident, or None, and those that were fetched,
+    which work in front of this product may still write.
     """
     tiles_and_shape = x, plane_tiles, scale_tiles, out_features, bias, group_size, zero_doubled, num_planes
+    if any(own is not None for own in apart) and num_planes > stored_planes(plane_tiles):
+        resident, fetched = (*apart, None)[:2]
+        total = total_planes or stored_planes(plane_tiles)
+        return _bitplane_apart(
+            *tiles_and_shape[:3], resident, fetched, *tiles_and_shape[3:], total, outputs_of_weight
+        )
     if total_planes in (None, stored_planes(plane_tiles)) and outputs_of_weight in (0, out_features):
         return _bitplane_linear(*tiles_and_shape)
     return _bitplane_part(*tiles_and_shape, total_planes or stored_planes(plane_tiles), outputs_of_weight)
 
 
-def _check_part(given: Operands) -> None:
-    given.require_choice("group_size", GROUP_SIZES)
-    in_features, stored = _check_weight(given)
+def _check_whole(given: Operands, stored: int) -> None:
+    """Of the weight of which these are some planes, or some outputs."""
     if not stored <= given.total_planes <= MAX_PLANES:
         raise ValueError(
             f"{given.op}: total_planes is {given.total_planes}, the tiles store {stored}: it is that to {MAX_PLANES}"
@@ -129,6 +138,12 @@ def _check_part(given: Operands) -> None:
             f"{given.op}: outputs_of_weight is {given.outputs_of_weight}, and out_features, some of them, "
             f"{given.out_features}"
         )
+
+
+def _check_part(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    in_features, stored = _check_weight(given)
+    _check_whole(given, stored)
     _check_numbers(given, in_features, stored, given.total_planes)
 
 
@@ -142,6 +157,38 @@ def _bitplane_part(
         planes = torch.cat([planes, planes.new_zeros(total_planes - len(planes), *planes.shape[1:])])
     multiply = REFERENCES["bitplane_linear"] if x.is_cuda else _bitplane_linear
     return multiply(x, planes, scale, out_features, bias, group_size, zero_doubled, num_planes)
+
+
+def _check_apart(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    if not tiles_cuda.is_packed(given.plane_tiles):
+        raise ValueError(f"{given.op}: plane_tiles has shape {list(given.plane_tiles.shape)}, expected those of a GPU")
+    in_features = tiles_cuda.in_features(given.plane_tiles, given.scale_tiles, given.group_size)
+    stored = tiles_cuda.stored_planes(given.plane_tiles)
+    plane_shape, scale_shape = tiles_cuda.shapes(given.out_features, in_features, stored, given.group_size)
+    given.require_part("plane_tiles", torch.uint8, plane_shape)
+    given.require_part("scale_tiles", torch.float16, scale_shape)
+    beside = 0
+    for name in ("resident", "fetched"):
+        if (planes := vars(given)[name]) is not None:
+            count = len(planes) if planes.ndim else 0
+            given.require_part(name, torch.uint8, (count, tiles_cuda.plane_bytes(given.plane_tiles)))
+            beside += count
+    _check_whole(given, stored)
+    _check_numbers(given, in_features, min(stored + beside, given.total_planes), given.total_planes)
+
+
+@operator(_check_apart, like_x, composed_on_cpu=True)
+def _bitplane_apart(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, resident: Tensor | None, fetched: Tensor | None,
+    out_features: int, bias: Tensor | None, group_size: int, zero_doubled: int, num_planes: int, total_planes: int,
+    outputs_of_weight: int,
+) -> Tensor:  # fmt: skip
+    planes = torch.cat([own for own in (resident, fetched) if own is not None])
+    tiles = tiles_cuda.joined(plane_tiles, planes[: total_planes - tiles_cuda.stored_planes(plane_tiles)])
+    multiply = REFERENCES["bitplane_part"] if x.is_cuda else _bitplane_part
+    how = group_size, zero_doubled, num_planes, total_planes, outputs_of_weight
+    return multiply(x, *on_cpu_order(tiles, scale_tiles, out_features), out_features, bias, *how)
 
 
 def _check_sums(given: Operands) -> None:

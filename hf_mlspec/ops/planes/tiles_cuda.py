@@ -37,6 +37,19 @@ def stored_planes(plane_tiles: Tensor) -> int:
     return plane_tiles.shape[2] // (2 * PLANE_BYTES)
 
 
+def plane_bytes(plane_tiles: Tensor) -> int:
+    """Of a plane of a weight, in all tiles."""
+    return plane_tiles.shape[0] * plane_tiles.shape[1] * 2 * PLANE_BYTES
+
+
+def joined(plane_tiles: Tensor, planes: Tensor) -> Tensor:
+    """Tiles with more planes behind their own: uint8 ``[planes, bytes of one]``, each in the order of the tiles."""
+    pairs, chunks, size = plane_tiles.shape
+    halves = plane_tiles.unflatten(2, (2, size // 2))
+    more = planes.view(len(planes), pairs, chunks, 2, PLANE_BYTES).permute(1, 2, 3, 0, 4).flatten(3)
+    return torch.cat([halves, more], dim=3).flatten(2)
+
+
 def pair_bytes(num_planes: int, group_size: int) -> int:
     """Bytes of two tiles."""
     return PAIR_OUTPUTS * (PAIR_INPUTS // group_size) * 2 + 2 * num_planes * PLANE_BYTES

@@ -44,7 +44,7 @@ class DecoderObject : public torch::CustomClassHolder {
   // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
   DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm,
                 const MaybeTensor& final_bias) {
-    TORCH_CHECK_VALUE(dims.size() == 17 && numbers.size() == 5, "Decoder takes 17 sizes and 5 numbers, got ",
+    TORCH_CHECK_VALUE(dims.size() == 18 && numbers.size() == 5, "Decoder takes 18 sizes and 5 numbers, got ",
                       dims.size(), " and ", numbers.size());
     mlspec::DecoderShape& s = decoder_.shape;
     s.hidden = dims[0], s.heads = dims[1], s.kv_heads = dims[2], s.head_dim = dims[3], s.intermediate = dims[4];
@@ -52,7 +52,7 @@ class DecoderObject : public torch::CustomClassHolder {
     s.activation = static_cast<mlspec_activation>(dims[8]);
     s.kv_dtype = dims[9] ? MLSPEC_BFLOAT16 : MLSPEC_FLOAT32;
     s.norms_have_mean = dims[10], s.rotates_pairs = dims[11], s.parallel = dims[12], s.grouped_qkv = dims[13];
-    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15], s.gated_heads = dims[16];
+    s.norms_behind_rotation = dims[14], s.plain_mlp = dims[15], s.gated_heads = dims[16], s.no_mlp = dims[17];
     TORCH_CHECK_VALUE(!s.gated_heads || !s.grouped_qkv, "heads with gates are not grouped by key head");
     s.positions = 0;
     s.norm_eps = numbers[0], s.embedding_scale = numbers[1], s.attention_scale = numbers[2];
@@ -120,16 +120,18 @@ class DecoderObject : public torch::CustomClassHolder {
     decoder_.layers.push_back(layer);
   }
 
-  // Sizes of all layers that are gated delta nets: delta_shape in decoder_delta.h. Before the first of them.
+  // Sizes of all layers that are gated delta nets, or of Mamba-2: delta_shape in decoder_delta.h. Before the first of them.
   void set_delta_shape(const Ints& dims) {
     TORCH_CHECK_VALUE(decoder_.delta_nets.empty(), "the sizes of gated delta nets come before the nets");
     decoder_.delta = mlspec::delta_shape(dims);
   }
 
   // The newest layer is a gated delta net in place of attention. taps: float32 [taps, channels], of the oldest token first; rate (-exp(A_log))
-  // and shift: float32 [value_heads]; norm: float32 [value_dim]. Its linears follow: delta_qkv, _z, _b, _a and _out, of a grouped one
-  // delta_qkv, _b and _out.
-  void set_delta(const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm) {
+  // and shift: float32 [value_heads]; norm: float32 [value_dim], of Mamba-2 [values], with eps; of Mamba-2 there are skip, [value_heads], and
+  // perhaps bias, [channels] of the convolution. Its linears follow: delta_qkv, _z, _b, _a and _out, of a grouped one delta_qkv, _b and _out, of
+  // Mamba-2 delta_qkv and _out.
+  void set_delta(const Tensor& taps, const Tensor& rate, const Tensor& shift, const Tensor& norm, double eps, const MaybeTensor& bias,
+                 const MaybeTensor& skip) {
     DecoderLayer& layer = newest("delta");
     const mlspec::DeltaShape& s = decoder_.delta;
     TORCH_CHECK_VALUE(s.key_heads > 0 && !layer.delta, "a layer is a gated delta net once, and set_delta_shape comes first");
@@ -138,7 +140,11 @@ class DecoderObject : public torch::CustomClassHolder {
     layer.delta->index = decoder_.delta_nets.size();
     layer.delta->taps = static_cast<const float*>(hold(taps));
     layer.delta->rate = floats(rate, "rate", s.value_heads), layer.delta->shift = floats(shift, "shift", s.value_heads);
-    layer.delta->norm = floats(norm, "the norm of a delta net", s.value_dim);
+    layer.delta->norm = floats(norm, "the norm of a delta net", s.additive ? s.values() : s.value_dim);
+    TORCH_CHECK_VALUE(eps >= 0 && s.additive == skip.has_value() && (s.additive || !bias), "a layer of Mamba-2 has skip, a gated delta net "
+                      "neither skip nor bias, and eps is 0 or a positive number");
+    layer.delta->bias = floats(bias, "the bias of a convolution", s.channels()), layer.delta->skip = floats(skip, "skip", s.value_heads);
+    layer.delta->eps = static_cast<float>(eps);
     decoder_.delta_nets.push_back(layer.delta.get());
   }
 
@@ -182,6 +188,18 @@ class DecoderObject : public torch::CustomClassHolder {
     (name == "up" ? experts.up : experts.down) =
         mlspec::expert_linears("experts' " + name, format, experts.count, in, out, weight, scale, zero, bias, group, bits);
     hold(weight), hold_some(scale, zero), hold_some(bias, std::nullopt);
+  }
+
+  // The same for nested weights: nested_expert_linears in decoder_experts.h; bits as of set_nested.
+  void set_nested_experts(const std::string& name, int64_t in, int64_t out, const Tensor& draft_tiles, const Tensor& exponent_tiles,
+                          const Tensor& low_tiles, const Tensor& codebook, const MaybeTensor& escape_rows,
+                          const MaybeTensor& escape_weight, const MaybeTensor& bias, int64_t weight_bits, int64_t activation_bits) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    const mlspec::NestedTensors parts{draft_tiles, exponent_tiles, low_tiles, escape_rows, escape_weight};
+    (name == "up" ? experts.up : experts.down) = mlspec::nested_expert_linears("experts' " + name, experts.count, in, out, parts, codebook,
+                                                                               bias, {weight_bits, activation_bits});
+    hold(codebook), hold_parts(parts), hold_some(bias, std::nullopt);
   }
 
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
@@ -232,11 +250,11 @@ class DecoderObject : public torch::CustomClassHolder {
     put(name, linear, bias);
   }
 
-  // The same for a weight in a low part, planes, and a sparse high one.
+  // The same for a weight in a low part, planes or int4, and a sparse high one.
   void set_zipper(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
-                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits) {
+                  const Tensor& high, const MaybeTensor& bias, int64_t group, int64_t bits, int64_t activation_bits) {
     mlspec::Linear linear = mlspec::zipper_linear(name, plane_tiles, scale_tiles, high, in, out, group);
-    linear.own = {bits, 16};
+    linear.own = {bits, activation_bits};
     mlspec::check_bits(linear, linear.own, name + ": ");
     hold(plane_tiles), hold(scale_tiles), hold(high);
     put(name, linear, bias);
@@ -347,21 +365,33 @@ class DecoderObject : public torch::CustomClassHolder {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level =
         mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window, {states, sources});
-    const auto rows = mlspec::split_rows(tokens, counts, starts);
-    mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
-    level.tap = mlspec::checked_tap(decoder_, rows, tap_layers, tap_states);
-    int64_t total = 0;
-    for (size_t r = 0; r < kept.size(); ++r) {
-      TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
-      total += kept[r];
-    }
-    mlspec::check_reached(level, kept);
-    Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
-    float* const to = want_logits ? logits.mutable_data_ptr<float>() : nullptr;
-    const mlspec::Scored scored = in_memory("score", tokens, counts, [&] {
-      return mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence, to);
-    });
-    return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
+    level.tap = mlspec::checked_tap(decoder_, mlspec::split_rows(tokens, counts, starts), tap_layers, tap_states);
+    return scored("score", level, tokens, counts, starts, kept, want_confidence, want_logits);
+  }
+
+  // score at planes of its own for every block: widths[2 i] for the attention of layer i, widths[2 i + 1] for its MLP.
+  std::tuple<Tensor, Tensor, Tensor> score_routed(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                                  const Ints& kept, bool want_confidence, bool want_logits,
+                                                  int64_t draft_window, const Ints& widths) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {}, draft_window);
+    mlspec::check_widths(decoder_, widths);
+    level.widths = widths;
+    return scored("score_routed", level, tokens, counts, starts, kept, want_confidence, want_logits);
+  }
+
+  // Feeds one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0 of
+  // the other rows. -> widths of all blocks
+  Ints choose_widths(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts, const Ints& kept,
+                     int64_t draft_window, int64_t choose) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {}, draft_window);
+    const auto fed = std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
+    TORCH_CHECK_VALUE(choose && fed == 1, "choose_widths feeds one row, with an address of who picks; got ", fed, " rows");
+    mlspec::check_widths(decoder_, Ints(2 * decoder_.layers.size(), 1));
+    level.choose = reinterpret_cast<mlspec::ChooseWidth>(choose);
+    scored("choose_widths", level, tokens, counts, starts, kept, false, false);
+    return level.widths;
   }
 
   // -> drafted tokens per row, forward passes, seconds in them
@@ -417,6 +447,25 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
  private:
+  // What `score` gives, of a level that is checked but for its rows.
+  std::tuple<Tensor, Tensor, Tensor> scored(const char* call, mlspec::Level& level, const Ints& tokens, const Ints& counts,
+                                            const Ints& starts, const Ints& kept, bool want_confidence, bool want_logits) {
+    const auto rows = mlspec::split_rows(tokens, counts, starts);
+    mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
+    int64_t total = 0;
+    for (size_t r = 0; r < kept.size(); ++r) {
+      TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
+      total += kept[r];
+    }
+    mlspec::check_reached(level, kept);
+    Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
+    float* const to = want_logits ? logits.mutable_data_ptr<float>() : nullptr;
+    const mlspec::Scored scored = in_memory(call, tokens, counts, [&] {
+      return mlspec::score(at::get_num_threads(), level, rows, kept, want_confidence, to);
+    });
+    return {as_tensor(scored.best, at::kLong), as_tensor(scored.confidence, at::kFloat), logits};
+  }
+
   const void* hold(const Tensor& tensor) {
     held_.push_back(tensor);
     return tensor.const_data_ptr();
@@ -441,6 +490,7 @@ class DecoderObject : public torch::CustomClassHolder {
       mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
     }
     linear.bias = floats(bias, name + ".bias", linear.out_features);
+    linear.block = mlspec::block_of(name, decoder_.layers.size());
     target = linear;
   }
 
@@ -502,6 +552,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_sigmoids", &DecoderObject::set_sigmoids)
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
+      .def("set_nested_experts", &DecoderObject::set_nested_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
@@ -518,6 +569,8 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)
+      .def("score_routed", &DecoderObject::score_routed)
+      .def("choose_widths", &DecoderObject::choose_widths)
       .def("draft", &DecoderObject::draft)
       .def("draft_checked", &DecoderObject::draft_checked);
 }

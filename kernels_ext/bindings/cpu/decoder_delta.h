@@ -15,20 +15,21 @@ struct RecurrentLevel {
   std::vector<int64_t> sources;
 };
 
-// dims: key_heads, value_heads, key_dim, value_dim, taps, grouped.
+// dims: key_heads, value_heads, key_dim, value_dim, taps, grouped, additive, normed.
 inline DeltaShape delta_shape(const std::vector<int64_t>& dims) {
-  TORCH_CHECK_VALUE(dims.size() == 6, "gated delta nets have 6 sizes, got ", dims.size());
-  DeltaShape s{dims[0], dims[1], dims[2], dims[3], dims[4], dims[5] != 0};
+  TORCH_CHECK_VALUE(dims.size() == 8, "recurrent layers have 8 sizes, got ", dims.size());
+  DeltaShape s{dims[0], dims[1], dims[2], dims[3], dims[4], dims[5] != 0, dims[6] != 0, dims[7]};
   TORCH_CHECK_VALUE(s.key_heads > 0 && s.value_heads > 0 && s.value_heads % s.key_heads == 0 && s.key_dim > 0 && s.value_dim > 0 &&
                         s.key_dim <= MLSPEC_DELTA_MAX_DIM && s.value_dim <= MLSPEC_DELTA_MAX_DIM && s.num_taps >= 2 &&
-                        s.num_taps <= MLSPEC_DELTA_MAX_TAPS,
-                    "gated delta nets: impossible sizes ", at::IntArrayRef(dims));
+                        s.num_taps <= MLSPEC_DELTA_MAX_TAPS && !(s.grouped && s.additive) && s.normed > 0 &&
+                        (s.additive ? s.values() % s.normed == 0 : s.normed == s.value_dim),
+                    "recurrent layers: impossible sizes ", at::IntArrayRef(dims));
   return s;
 }
 
 // in and out of a linear of a delta net by its name; the decoder has room for these.
 inline void check_delta_place(const std::string& name, const DeltaShape& s, int64_t hidden, int64_t in, int64_t out) {
-  const int64_t gates = s.grouped ? s.values() : 0;
+  const int64_t gates = s.grouped ? s.values() : s.additive ? s.values() + s.value_heads : 0;
   const int64_t outputs = name == "delta_qkv"   ? s.channels() + gates
                           : name == "delta_z"   ? s.values()
                           : name == "delta_out" ? hidden
@@ -40,9 +41,10 @@ inline void check_delta_place(const std::string& name, const DeltaShape& s, int6
 
 template <class Alike, class Ready>
 void check_delta(const DeltaNet& net, const DeltaShape& s, Alike&& alike, Ready&& ready, const std::string& what) {
-  const bool there = ready(net.qkv) && ready(net.b) && ready(net.out) && (s.grouped || (ready(net.z) && ready(net.a)));
+  const bool whole = s.grouped || s.additive;
+  const bool there = ready(net.qkv) && ready(net.out) && (s.additive || ready(net.b)) && (whole || (ready(net.z) && ready(net.a)));
   TORCH_CHECK_VALUE(there, what, " has not all of its linears yet");
-  TORCH_CHECK_VALUE(s.grouped || (alike(net.qkv, net.z) && alike(net.b, net.a)), what,
+  TORCH_CHECK_VALUE(whole || (alike(net.qkv, net.z) && alike(net.b, net.a)), what,
                     ": delta_qkv, delta_z and delta_b, delta_a need weights of one format, group, numbers of bits, clip of activations, and "
                     "order of inputs");
 }

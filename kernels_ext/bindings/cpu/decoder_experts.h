@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "decoder_precisions.h"
 #include "decoder_tensors.h"
 
 namespace mlspec {
@@ -70,6 +71,38 @@ inline std::vector<Linear> expert_linears(const std::string& name, int64_t forma
     if (scales) linear.scale = scales->const_data_ptr();
     if (zeros) linear.zero = zeros->const_data_ptr<uint8_t>();
     if (bias) linear.bias = bias->const_data_ptr<float>() + expert * out;
+  }
+  return linears;
+}
+
+// The same from tensors as nested_table takes them; codebook [experts, 8]; escape_rows [experts, k] and escape_weight [experts, k, in]:
+// rows of each expert that are kept whole, or neither.
+inline std::vector<Linear> nested_expert_linears(const std::string& name, int64_t count, int64_t in, int64_t out,
+                                                 const NestedTensors& parts, const at::Tensor& codebook,
+                                                 const std::optional<at::Tensor>& bias, Bits own) {
+  const auto stacked = [&](const at::Tensor& part, const char* what, int64_t axes) {
+    TORCH_CHECK_VALUE(part.dim() == axes && part.size(0) == count, name, ".", what, " has shape ", part.sizes(), ", expected ", count,
+                      " experts");
+  };
+  stacked(parts.draft, "draft_tiles", 4), stacked(parts.exponents, "exponent_tiles", 4), stacked(parts.low, "low_tiles", 4);
+  check_plain(codebook, name + ".codebook", at::kByte, {count, kCodebookLevels});
+  if (parts.escape_rows) stacked(*parts.escape_rows, "escape_rows", 2);
+  if (parts.escape_weight) stacked(*parts.escape_weight, "escape_weight", 3);
+  if (bias) check_plain(*bias, name + ".bias", at::kFloat, {count, out});
+  std::vector<Linear> linears(count);
+  for (int64_t expert = 0; expert < count; ++expert) {
+    const auto some = [&](const std::optional<at::Tensor>& part) {
+      return part ? std::optional(part->select(0, expert)) : std::nullopt;
+    };
+    const std::string what = name + " of expert " + std::to_string(expert);
+    const at::Tensor draft = parts.draft.select(0, expert), exponents = parts.exponents.select(0, expert);
+    const at::Tensor low = parts.low.select(0, expert);
+    const std::optional<at::Tensor> rows = some(parts.escape_rows), exact = some(parts.escape_weight);
+    linears[expert] = nested_table(what, {draft, exponents, low, rows, exact}, in, out);
+    linears[expert].own = own;
+    check_bits(linears[expert], own, what + ": ");
+    linears[expert].codebook = codebook.const_data_ptr<uint8_t>() + expert * kCodebookLevels;
+    if (bias) linears[expert].bias = bias->const_data_ptr<float>() + expert * out;
   }
   return linears;
 }

@@ -28,7 +28,7 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
       TORCH_CHECK_VALUE(inside || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
     for (const Linear* linear : {&l.gate, &l.up, &l.down}) {
-      const bool none = l.experts || (decoder.shape.plain_mlp && linear == &l.gate);
+      const bool none = l.experts || decoder.shape.no_mlp || (decoder.shape.plain_mlp && linear == &l.gate);
       TORCH_CHECK_VALUE(none || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
     TORCH_CHECK_VALUE(!l.experts || !decoder.shape.parallel, "layer ", i, ": experts do not run beside attention");
@@ -56,6 +56,30 @@ inline void check_able(const Decoder& decoder, Bits bits) {
   }
   TORCH_CHECK_VALUE(bits == Bits{} || packed, "weight_bits is ", bits.weight, " and activation_bits is ", bits.activation,
                     ", and the decoder holds no packed weights; pass 0 and 0");
+}
+
+// The block of a linear of the newest of so many layers, as in Linear::block.
+inline int64_t block_of(const std::string& name, int64_t layers) {
+  const int64_t first = 2 * (layers - 1);
+  for (const char* const one : {"q", "k", "v", "o"})
+    if (name == one) return first;
+  for (const char* const one : {"gate", "up", "down"})
+    if (name == one) return first + 1;
+  return -1;
+}
+
+// Planes of every block of all layers.
+inline void check_widths(const Decoder& decoder, const std::vector<int64_t>& widths) {
+  const size_t blocks = 2 * decoder.layers.size();
+  TORCH_CHECK_VALUE(widths.size() == blocks, "there are widths of ", widths.size(), " blocks, the decoder has ", blocks);
+  for (const DecoderLayer& l : decoder.layers) {
+    TORCH_CHECK_VALUE(!l.delta && !l.experts, "layers with delta nets or experts have no widths of their own");
+    l.each_linear([&](const Linear& linear) {
+      if (!linear.weight) return;
+      TORCH_CHECK_VALUE(linear.format == WeightFormat::kPlanes, "only bit-planes have a width for every block");
+      check_bits(linear, {widths[linear.block], 0}, "block " + std::to_string(linear.block) + ": ");
+    });
+  }
 }
 
 // A level of a call: a complete decoder over a cache of its shape. kv: [layers that have some, 2, batch, kv_heads, slots, head_dim] of what the

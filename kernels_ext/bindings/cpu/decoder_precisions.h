@@ -90,13 +90,20 @@ inline Linear lut_linear(const std::string& name, const at::Tensor& planes, cons
   return linear;
 }
 
-// Planes of the low part, with the row's scale in every group; high int32 [4 + out + out + 1 + terms] as ops/zipper.py has it. The
+// The low part, planes or the tiles of int4, with the row's scale in every group; high int32 [4 + out + out + 1 + terms] as ops/zipper.py has it. The
 // terms are trusted: prepack_zipper made them.
-inline Linear zipper_linear(const std::string& name, const at::Tensor& planes, const at::Tensor& scale, const at::Tensor& high,
+inline Linear zipper_linear(const std::string& name, const at::Tensor& low, const at::Tensor& scale, const at::Tensor& high,
                             int64_t in, int64_t out, int64_t group) {
   constexpr int64_t kHeader = 4;
-  const int64_t stored = planes.dim() == 4 ? planes.size(0) : 0;
-  Linear linear = planes_linear(name, planes, scale, in, out, group, int64_t(1) << stored);
+  Linear linear;
+  if (low.dim() == 4) {
+    linear = planes_linear(name, low, scale, in, out, group, int64_t(1) << low.size(0));
+  } else {
+    linear.format = WeightFormat::kInt4;
+    linear.in_features = in, linear.out_features = out, linear.group = group;
+    check_weight(name, linear, low, scale, std::nullopt);
+    linear.weight = low.const_data_ptr(), linear.scale = scale.const_data_ptr();
+  }
   TORCH_CHECK_VALUE(high.dim() == 1 && high.size(0) >= kHeader + 2 * out + 1, name, ".high has shape ", high.sizes(),
                     ", expected [", kHeader, " + 2 * ", out, " + 1 + terms]");
   check_plain(high, name + ".high", at::kInt, {high.size(0)});
@@ -138,9 +145,12 @@ inline void check_bits(const Linear& linear, Bits asked, const std::string& what
                         ", choose 16 for bit-planes, or 0 for each layer's own");
       return;
     case WeightFormat::kZipper:
-      TORCH_CHECK_VALUE((bits.weight == kZipperWhole || bits.weight == kZipperLow) && bits.activation == 16, what, "weight_bits is ",
-                        bits.weight, " and activation_bits ", bits.activation, ", choose ", kZipperWhole, " and 16 (both parts) or ",
-                        kZipperLow, " and 16 (the low one) for zipper weights, or 0 for each layer's own");
+      TORCH_CHECK_VALUE((bits.weight == kZipperWhole || bits.weight == kZipperLow) &&
+                            (bits.activation == 16 || (!linear.stored_planes && (bits.activation == 8 || bits.activation == 4))),
+                        what, "weight_bits is ", bits.weight, " and activation_bits ", bits.activation, ", choose ", kZipperWhole,
+                        " (both parts) or ", kZipperLow, " (the low one) and ", linear.stored_planes ? "16" : "16, 8 or 4",
+                        " for zipper weights", linear.stored_planes ? " whose low part is bit-planes" : "",
+                        ", or 0 for each layer's own");
       return;
     case WeightFormat::kLut: {
       const int64_t least = least_planes_of(linear.stored_planes, linear.table_columns);

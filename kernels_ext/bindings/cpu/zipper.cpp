@@ -58,12 +58,12 @@ Operands checked(const char* op, const Tensor& x, const Tensor& low, const Tenso
 }
 
 // One row of x, rounded to bfloat16, into its lane.
-void make_tables(const Operands& given, int64_t row, int64_t lanes, int64_t lane, float* wide, uint16_t* narrow, float* tables) {
+void lay_inputs(const Operands& given, int64_t row, int64_t lanes, int64_t lane, float* wide, uint16_t* narrow, float* tables) {
   const mlspec_row_ops& ops = cpu_kernels().row;
   const auto* const from = static_cast<const char*>(given.x) + row * given.in * mlspec_element_bytes(given.dtype);
   ops.widen(from, given.dtype, 1.0f, given.in, wide);
   ops.narrow(wide, MLSPEC_BFLOAT16, given.in, narrow);
-  zipper_tables(narrow, given.in, lanes, lane, tables);
+  zipper_inputs(narrow, given.in, lanes, lane, tables);
 }
 
 Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high, const std::optional<Tensor>& bias) {
@@ -94,13 +94,16 @@ Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high
       team.share(pass.lanes, 1, [&](int64_t lane, int64_t end) {
         for (; lane < end; ++lane) {
           if (lane < pass.rows)
-            make_tables(given, first + lane, pass.lanes, lane, room, small, to);
+            lay_inputs(given, first + lane, pass.lanes, lane, room, small, to);
           else
-            zipper_no_tables(given.in, pass.lanes, lane, to);
+            zipper_no_inputs(given.in, pass.lanes, lane, to);
         }
       });
+      team.share(given.in / MLSPEC_ZIPPER_GROUP, kGroupsAtOnce,
+                 [&](int64_t begin, int64_t end) { zipper_tables(given.in, pass.lanes, begin, end, to); });
       mlspec_zipper_args args = given.high;
       args.tables = to;
+      args.groups = given.in / MLSPEC_ZIPPER_GROUP;
       args.lanes = pass.lanes;
       args.rows = pass.rows;
       args.y = own + first * given.out;

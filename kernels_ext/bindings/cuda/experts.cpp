@@ -192,6 +192,28 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit});
 }
 
+Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
+                          const Tensor& codebook, const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features,
+                          int64_t weight_bits, int64_t activation_bits, double slope, double limit) {
+  constexpr const char* op = "nested_expert_rows";
+  mlspec_cuda_expert_linear args = check_tiles(op, x, draft_tiles, exponent_tiles, out_features, kBlock, 1, experts, plan);
+  const int64_t count = draft_tiles.size(0), blocks = exponent_tiles.size(2);
+  check_part(op, "exponent_tiles", exponent_tiles, at::kByte, {count, 1, blocks, 4}, "x", x, 4);
+  check_part(op, "low_tiles", low_tiles, at::kByte, {count, draft_tiles.size(1), draft_tiles.size(2), gpu_tiles::kPairLowBytes}, "x", x);
+  check_part(op, "codebook", codebook, at::kByte, {count, kCodebookLevels}, "x", x, 4);
+  const bool exact = weight_bits == 16 && activation_bits == 16;
+  TORCH_CHECK_VALUE(exact || (weight_bits == 4 && (activation_bits == 8 || activation_bits == 16)), op, ": weight_bits is ",
+                    weight_bits, " and activation_bits ", activation_bits, ", choose one of 16 and 16, 4 and 16, 4 and 8");
+  args.linear.more = exact ? low_tiles.const_data_ptr() : nullptr;
+  args.more_of_expert = draft_tiles.size(1) * draft_tiles.size(2) * gpu_tiles::kPairLowBytes;
+  args.linear.codebook = codebook.const_data_ptr();
+  args.linear.exponent_shift = static_cast<const int32_t*>(exponent_tiles.const_data_ptr());
+  args.shifts_of_expert = blocks;
+  args.linear.weight_bits = static_cast<int32_t>(weight_bits);
+  args.linear.activation_bits = static_cast<int32_t>(activation_bits);
+  return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit});
+}
+
 // All but y.
 mlspec_cuda_weighted check_weighted(const char* op, const Tensor& rows, const Tensor& weights, const Maybe& shared) {
   check_bf16(op, "rows", rows);
@@ -250,6 +272,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("dense_expert_rows", dense_expert_rows);
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);
+  m.impl("nested_expert_rows", nested_expert_rows);
   m.impl("weighted_rows", weighted_rows);
   m.impl("weighted_norm_rows", weighted_norm_rows);
 }

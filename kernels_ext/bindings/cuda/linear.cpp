@@ -113,7 +113,7 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   args.bias = bias ? own_bias.const_data_ptr() : nullptr;
   args.bias_is_float32 = !bias_is_bf16;
   args.out = y.mutable_data_ptr();
-  args.overlap = call.overlap();
+  args.overlap = weight.may_overlap && call.overlap();
   args.stream = call.stream();
   const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
   const Tensor partial = hopper ? room_for_sums(weight, x) : Tensor();
@@ -159,9 +159,10 @@ Tensor mxfp4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& s
   return multiply(CudaCall(op, x), {op, args, kHopperMxfp4, mlspec_cuda_portable_mxfp4_linear, true}, x, bias);
 }
 
-Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
-                   int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits, double activation_clip) {
-  constexpr const char* op = "int4_linear";
+// sums: float32, as they are before the last rounding.
+Tensor int4_product(const char* op, const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
+                    int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits, double activation_clip,
+                    bool sums) {
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2);
   const int64_t groups[] = {0, scale_tiles.size(1), 16};
@@ -173,7 +174,19 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& sc
   args.has_zeros = zero_tiles.has_value();
   args.activation_bits = static_cast<int32_t>(activation_bits);
   args.activation_clip = static_cast<float>(activation_clip);
+  args.out_is_float32 = sums;
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
+}
+
+Tensor int4_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
+                   int64_t out_features, const Maybe& bias, int64_t group_size, int64_t activation_bits, double activation_clip) {
+  return int4_product("int4_linear", x, weight_tiles, scale_tiles, zero_tiles, out_features, bias, group_size, activation_bits,
+                      activation_clip, false);
+}
+
+Tensor int4_sums(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles, int64_t out_features,
+                 int64_t group_size, int64_t activation_bits) {
+  return int4_product("int4_sums", x, weight_tiles, scale_tiles, zero_tiles, out_features, {}, group_size, activation_bits, 1.0, true);
 }
 
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
@@ -257,6 +270,7 @@ std::string cuda_linears(int64_t device) {
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
+  m.impl("int4_sums", int4_sums);
   m.impl("int4_int8_linear", int4_int8_linear);
   m.impl("bf16_linear", bf16_linear);
   m.impl("bf16_rows_linear", bf16_rows_linear);

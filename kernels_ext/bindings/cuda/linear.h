@@ -22,6 +22,7 @@ struct LinearWeight {
   mlspec_cuda_linear args;
   LinearKernel hopper, portable;  // hopper: null where the library is not built for it
   bool fits_hopper;
+  bool may_overlap = true;  // false: its tiles may be written by what is enqueued in front
 };
 
 // Dtypes, shapes and devices of x [..., in] and bias [out] beside those of the weight.

@@ -42,14 +42,32 @@ mlspec_cuda_linear check_planes(const char* op, const Tensor& tiles, const Tenso
   return args;
 }
 
+// Planes of a weight behind those of its tiles, uint8 [planes, bytes of one]: what is resident, then what was fetched.
+struct Apart {
+  std::optional<Tensor> resident, fetched;
+};
+
 // What a product says beside its operands. total: planes of the weight, 0: those that its tiles store.
 struct Product {
   int64_t group_size, zero_doubled, num_planes, total = 0, outputs_of_weight = 0;
   bool sums = false;
 };
 
+// Where planes that lie apart begin: as many as are multiplied.
+void find_apart(const char* op, const Apart& apart, const Tensor& tiles, int64_t stored, mlspec_cuda_linear& args) {
+  const int64_t bytes = tiles.size(0) * tiles.size(1) * gpu_tiles::kPairPlaneBytes;
+  int32_t found = 0;
+  for (const auto& [name, planes] : {std::pair{"resident", apart.resident}, std::pair{"fetched", apart.fetched}}) {
+    if (!planes) continue;
+    check_part(op, name, *planes, at::kByte, {planes->dim() ? planes->size(0) : 0, bytes}, "plane_tiles", tiles);
+    for (int64_t i = 0; i < planes->size(0) && found + stored < args.num_planes; ++i)
+      args.apart[found++] = planes->const_data_ptr<uint8_t>() + i * bytes;
+  }
+  args.num_apart = found;
+}
+
 Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
-               const std::optional<Tensor>& bias, const Product& how) {
+               const std::optional<Tensor>& bias, const Product& how, const Apart& apart = {}) {
   const auto [group_size, zero_doubled, num_planes, said, outputs_of_weight, sums] = how;
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
@@ -59,8 +77,10 @@ Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const
                     ": it is that to ", kMaxPlanes);
   TORCH_CHECK_VALUE(!outputs_of_weight || outputs_of_weight >= out_features, op, ": outputs_of_weight is ", outputs_of_weight,
                     ", and out_features, some of them, ", out_features);
-  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, op, ": num_planes is ", num_planes,
-                    ", the weight stores ", stored, ": choose 1 to ", stored);
+  const int64_t beside = (apart.resident ? apart.resident->size(0) : 0) + (apart.fetched ? apart.fetched->size(0) : 0);
+  const int64_t most = std::min(stored + beside, total);
+  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= most, op, ": num_planes is ", num_planes, ", the weight stores ", most,
+                    ": choose 1 to ", most);
   TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
                     total, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
   check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
@@ -69,7 +89,9 @@ Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const
   args.absent_planes = static_cast<int32_t>(total - stored);
   args.outputs_of_weight = outputs_of_weight;
   args.out_is_float32 = sums;
-  return multiply(CudaCall(op, x), {op, args, kHopper, mlspec_cuda_portable_bitplane_linear, true}, x, bias);
+  find_apart(op, apart, plane_tiles, stored, args);
+  const bool may_overlap = !apart.fetched;  // else a copy in front brings them
+  return multiply(CudaCall(op, x), {op, args, kHopper, mlspec_cuda_portable_bitplane_linear, true, may_overlap}, x, bias);
 }
 
 Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
@@ -84,6 +106,14 @@ Tensor bitplane_part(const Tensor& x, const Tensor& plane_tiles, const Tensor& s
                  {group_size, zero_doubled, num_planes, total_planes, outputs_of_weight});
 }
 
+Tensor bitplane_apart(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                      const std::optional<Tensor>& resident, const std::optional<Tensor>& fetched, int64_t out_features,
+                      const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes,
+                      int64_t total_planes, int64_t outputs_of_weight) {
+  return product("bitplane_apart", x, plane_tiles, scale_tiles, out_features, bias,
+                 {group_size, zero_doubled, num_planes, total_planes, outputs_of_weight}, {resident, fetched});
+}
+
 Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features, int64_t group_size,
                      int64_t zero_doubled, int64_t num_planes) {
   return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, {group_size, zero_doubled, num_planes, 0, 0, true});
@@ -94,5 +124,6 @@ Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& s
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("bitplane_linear", bitplane_linear);
   m.impl("bitplane_part", bitplane_part);
+  m.impl("bitplane_apart", bitplane_apart);
   m.impl("bitplane_sums", bitplane_sums);
 }

@@ -51,6 +51,8 @@ void Decoder::prepare(Pass& pass, int threads) {
   const int64_t n = pass.tokens.size(), kept = pass.kept.size(), heads = shape.heads * shape.head_dim;
   const int64_t context = std::max(heads, delta.values());
   w.bits = pass.bits;
+  if (pass.choose) pass.widths.assign(2 * layers.size(), 1);
+  w.widths = pass.widths.empty() ? nullptr : &pass.widths;
   planes_missing = false;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
@@ -66,6 +68,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   const auto measure = [&](const Linear& next, int64_t rows) {
     const mlspec_acts acts = acts_for(next, rows);
     bytes = std::max(bytes, mlspec_acts_bytes(&acts));
+    if (reads_wide(next)) w.wide_acts.reserve(rows * next.in_features);
     reserve_escaped(next, threads, rows);
   };
   for (const DecoderLayer& l : layers) l.each_linear([&](const Linear& next) { measure(next, n); });
@@ -74,7 +77,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   reserve_dense(threads);
   reserve_tables();
   reserve_adapters(n);
-  reserve_experts(n);
+  reserve_experts(threads, n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
@@ -108,10 +111,19 @@ void Decoder::normalize(Team& team, int64_t rows, const Pending& pending, const 
       if (!norm && together) std::memcpy(normed, hidden, shape.hidden * sizeof(float));
       if (together) continue;
       const mlspec_pack_args pack{in_order(*next, norm ? normed : hidden, own + shape.hidden), 0, &acts};
-      cpu_kernels().pack_rows(&pack, n, n + 1, 0, acts.in_features);
+      pack_piece(*next, pack, n, n + 1, 0, acts.in_features);
     }
   });
   if (next && together) pack_rows(team, w.normed.data(), shape.hidden, rows, *next);
+}
+
+// A piece of the acts of `next`, as `pack` has them; and of its inputs in bfloat16, where it reads these, too.
+void Decoder::pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const {
+  cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+  if (!reads_wide(next)) return;
+  const mlspec_acts wide = wide_acts(*pack.acts);
+  const mlspec_pack_args other{pack.x, pack.x_stride, &wide};
+  cpu_kernels().pack_rows(&other, row, row_end, k, k_end);
 }
 
 void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next) {
@@ -123,7 +135,7 @@ void Decoder::pack_rows(Team& team, const float* x, int64_t stride, int64_t rows
       for (int64_t n = row; n < row_end; ++n) gather(x + n * stride, next.order + k, k_end - k, own + (n - row) * kChunk);
       pack = {own - row * kChunk - k, kChunk, &acts};
     }
-    cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(next, pack, row, row_end, k, k_end);
   });
 }
 
@@ -136,7 +148,7 @@ void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       kernels.hadamard(&next.hadamard, next.in_features, x + n * stride);
-      if (!together) kernels.pack_rows(&pack, n, n + 1, 0, next.in_features);
+      if (!together) pack_piece(next, pack, n, n + 1, 0, next.in_features);
     }
   });
   if (together) pack_rows(team, x, stride, rows, next);
@@ -185,7 +197,7 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
       kernels.row.activate_mul(ordered[0], ordered[1], shape.activation, k_end - k, to);
     }
     const mlspec_pack_args pack{product - row * kChunk - k, kChunk, &acts};
-    kernels.pack_rows(&pack, row, row_end, k, k_end);
+    pack_piece(down, pack, row, row_end, k, k_end);
   });
 }
 
@@ -249,7 +261,7 @@ void Decoder::forward(Team& team, Pass& pass) {
     const DecoderLayer& layer = layers[i];
     const Linear* const inner = layer.experts ? nullptr : shape.plain_mlp ? &layer.up : &layer.gate;
     tap(team, pass, pending, i);
-    const bool adapted = layer.gate.adapter || layer.up.adapter;
+    const bool keeps = layer.gate.adapter || layer.up.adapter || pass.choose;
     const Linear* const o[] = {layer.delta ? &layer.delta->out : &layer.o};
     if (layer.delta) {
       normalize(team, n, pending, layer.attention_norm, shares_inputs(*layer.delta) ? &layer.delta->qkv : nullptr);
@@ -257,7 +269,9 @@ void Decoder::forward(Team& team, Pass& pass) {
     } else {
       const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
       const int64_t parts = shape.grouped_qkv ? 1 : 3;
-      normalize(team, n, pending, layer.attention_norm, &layer.q, layer.q.adapter || layer.k.adapter || layer.v.adapter);
+      const bool adapted = layer.q.adapter || layer.k.adapter || layer.v.adapter;
+      normalize(team, n, pending, layer.attention_norm, &layer.q, adapted || pass.choose);
+      choose_width(team, pass, 2 * i, n);
       multiply(team, qkv, parts, w.qkv.data(), width, false, n);
       add_adapters(team, qkv, parts, w.normed.data(), w.qkv.data(), width, n);
       attention(team, pass, layer);
@@ -266,12 +280,15 @@ void Decoder::forward(Team& team, Pass& pass) {
     float* const out = pending.waits ? w.block.data() : w.hidden.data();
     multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
     add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
+    if (shape.no_mlp) continue;
     if (shape.parallel) {  // both wait in `block` until the next norm
-      normalize(team, n, {}, layer.mlp_norm, inner, adapted);
+      normalize(team, n, {}, layer.mlp_norm, inner, keeps);
+      choose_width(team, pass, 2 * i + 1, n);
       mlp(team, n, layer, w.block.data(), true);
       continue;
     }
-    normalize(team, n, pending, layer.mlp_norm, inner, adapted);
+    normalize(team, n, pending, layer.mlp_norm, inner, keeps);
+    choose_width(team, pass, 2 * i + 1, n);
     pending = {static_cast<bool>(layer.mlp_out_norm), layer.mlp_out_norm};
     if (layer.experts) {
       visit_experts(team, *layer.experts, n, pending.waits);
@@ -303,7 +320,7 @@ void Decoder::score(Team& team, Pass& pass, const Pending& pending, int64_t firs
       norm_row(final_norm, hidden, shape.hidden, normed);
       if (together) continue;
       const mlspec_pack_args pack{in_order(head, normed, own + shape.hidden), 0, &acts};
-      kernels.pack_rows(&pack, i, i + 1, 0, acts.in_features);
+      pack_piece(head, pack, i, i + 1, 0, acts.in_features);
     }
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);

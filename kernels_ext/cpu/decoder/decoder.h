@@ -67,6 +67,7 @@ struct DecoderShape {
   bool grouped_qkv;        // outputs of q: of every key head its queries, key and value
   bool norms_behind_rotation;  // of queries and keys
   bool plain_mlp;          // down(activation(up)): no layer has a gate
+  bool no_mlp;             // no layer has one: blocks of Mamba-2 alone
   bool gated_heads;        // q gives of every head its query and, behind it, a gate of what the head gives
 };
 
@@ -99,6 +100,10 @@ struct Tap {
   int64_t slots = 0;
 };
 
+// Who picks how many planes a block reads of a pass; called by one thread, the caller's. inputs: float32 [tokens][hidden], what the
+// block's first linears are about to read. -1: none can be picked.
+using ChooseWidth = int64_t (*)(int64_t block, const float* inputs, int64_t tokens);
+
 // One pass of a decoder over at most Decoder::kMaxTokens tokens.
 struct Pass {
   Decoder* decoder = nullptr;
@@ -116,6 +121,8 @@ struct Pass {
   std::vector<float> confidence;  // probability of best; left empty unless want_confidence
   float* logits = nullptr;        // [kept][vocab], or null: nobody wants them
   Bits bits;                      // of every linear with packed weights; 0: each one's own
+  std::vector<int64_t> widths;    // planes of every block, in place of bits there; none: bits
+  ChooseWidth choose = nullptr;   // picks them as the pass comes to a block; null: they are known
   int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
   Tap tap;
   bool want_confidence = false;
@@ -146,7 +153,7 @@ class Decoder {
   // for it do; for comparison).
   bool dequantize = false;
   PlaneReader planes;
-  bool planes_missing = false;  // in the last pass: what it computed is nothing
+  bool planes_missing = false;  // in the last pass, or no width could be picked: what it computed is nothing
   std::mutex busy;  // one call at a time: the workspace is the decoder's
 
   // Room for a pass; called by one thread before the team starts on it.
@@ -156,6 +163,8 @@ class Decoder {
 
  private:
   struct Workspace;
+  Bits asked(const Linear& linear) const;
+  void choose_width(Team& team, Pass& pass, int64_t block, int64_t rows);
   mlspec_acts acts_for(const Linear& next, int64_t rows) const;
   bool dequantizes(const Linear& linear) const;
   mlspec_linear_fn kernel_for(const Linear& linear) const;
@@ -163,6 +172,9 @@ class Decoder {
   void multiply_dequantized(const Team& team, mlspec_linear_args args, int64_t begin, int64_t end);
   int64_t planes_of(const Linear& linear) const;
   bool adds_high(const Linear& linear) const;
+  bool reads_wide(const Linear& linear) const;
+  mlspec_acts wide_acts(const mlspec_acts& acts) const;
+  void pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const;
   void reserve_tables();
   void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
   void reserve_adapters(int64_t n);
@@ -170,6 +182,8 @@ class Decoder {
   bool has_escapes(const Linear& linear) const;
   void reserve_escaped(const Linear& linear, int threads, int64_t rows);
   mlspec_acts acts_for_escaped(Team& team, const mlspec_acts& acts);
+  void reserve_escaped_acts(const Linear& linear, int threads, int64_t rows);
+  void multiply_escaped_visit(const Team& team, const Linear& linear, const mlspec_linear_args& args, int64_t begin, int64_t end);
   void multiply_escaped(const Team& team, const Linear& linear, const mlspec_linear_args& args, const mlspec_acts& dense_acts,
                         int64_t begin, int64_t end);
   void embed(Team& team, const Pass& pass);
@@ -195,7 +209,7 @@ class Decoder {
   void activate_whole(Team& team, int64_t rows, const Linear& down);
   void activate_piece(const float* gate, int64_t count, float* to) const;
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
-  void reserve_experts(int64_t n);
+  void reserve_experts(int threads, int64_t n);
   void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);
   void route(Team& team, const Experts& experts, int64_t rows);
   void plan_visits(const Experts& experts, int64_t rows);

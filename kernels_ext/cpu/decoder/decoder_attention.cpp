@@ -102,7 +102,7 @@ void Decoder::attention(Team& team, const Pass& pass, const DecoderLayer& layer)
       for (int64_t t = 0; shape.gated_heads && t < block.count; ++t)
         kernels.sigmoid_mul(w.head_gates.data() + (block.first + t) * width + head * share, share, out + t * width);
       const mlspec_pack_args pack{w.context.data(), width, &acts};
-      if (packs) kernels.pack_rows(&pack, block.first, block.first + block.count, head * share, (head + 1) * share);
+      if (packs) pack_piece(layer.o, pack, block.first, block.first + block.count, head * share, (head + 1) * share);
     }
   });
   if (layer.o.rotates()) return rotate_and_pack(team, w.context.data(), width, tokens, layer.o);

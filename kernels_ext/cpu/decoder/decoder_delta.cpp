@@ -1,4 +1,4 @@
-// How do the tokens of a pass go through a gated delta net? Projected together, then head by head, each row's tokens in order.
+// How do the tokens of a pass go through a gated delta net, or a layer of Mamba-2? Projected together, then head by head, each row's tokens in order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -25,12 +25,12 @@ void part_heads(const DeltaShape& s, float* row, float* room) {
   }
 }
 
-// b and a of a token become decay and beta, in that order.
-void weigh_token(const DeltaNet& net, int64_t heads, float* ba) {
+// b and a of a token become decay and beta, in that order; of Mamba-2 there is one number a head, and beta is its time step.
+void weigh_token(const DeltaNet& net, int64_t heads, bool additive, float* ba) {
   for (int64_t h = 0; h < heads; ++h) {
-    const float b = ba[h], a = ba[heads + h] + net.shift[h];
+    const float b = ba[h], a = (additive ? b : ba[heads + h]) + net.shift[h];
     const float soft = a > 20.f ? a : std::log1p(std::exp(a));
-    ba[h] = std::exp(net.rate[h] * soft), ba[heads + h] = 1.f / (1.f + std::exp(-b));
+    ba[h] = std::exp(net.rate[h] * soft), ba[heads + h] = additive ? soft : 1.f / (1.f + std::exp(-b));
   }
 }
 
@@ -38,8 +38,10 @@ void weigh_token(const DeltaNet& net, int64_t heads, float* ba) {
 mlspec_delta_args head_args(const DeltaShape& s, const DeltaNet& net, int64_t head) {
   const int64_t key_head = head / (s.value_heads / s.key_heads);
   mlspec_delta_args args{};
-  args.taps = net.taps, args.num_taps = s.num_taps, args.channels = s.channels();
-  args.q_at = key_head * s.key_dim, args.k_at = s.keys() + args.q_at, args.v_at = 2 * s.keys() + head * s.value_dim;
+  args.taps = net.taps, args.bias = net.bias, args.num_taps = s.num_taps, args.channels = s.channels();
+  args.q_at = s.queries_at() + key_head * s.key_dim, args.k_at = s.keys_at() + key_head * s.key_dim;
+  args.v_at = s.values_at() + head * s.value_dim;
+  args.additive = s.additive, args.skip = net.skip ? net.skip[head] : 0.f;
   args.key_dim = s.key_dim, args.value_dim = s.value_dim;
   return args;
 }
@@ -86,6 +88,7 @@ void Decoder::restore_states(Team& team, const Pass& pass) {
 }
 
 bool Decoder::shares_inputs(const DeltaNet& net) const {
+  if (delta.additive) return true;
   const mlspec_acts one = acts_for(net.qkv, 1), other = acts_for(net.b, 1);
   return one.kind == other.kind && one.group == other.group && one.bits == other.bits && one.wide == other.wide &&
          one.clip == other.clip && one.in_features == other.in_features && net.qkv.order == net.b.order &&
@@ -103,7 +106,7 @@ void Decoder::delta_net(Team& team, const Pass& pass, const DeltaNet& net) {
   const Linear* const all_grouped[] = {&net.qkv, &net.b};
   const int split = s.grouped ? 1 : 2;
   if (shares_inputs(net)) {
-    multiply(team, s.grouped ? all_grouped : large, 2 * split, x, stride, false, tokens);
+    multiply(team, s.grouped ? all_grouped : large, s.additive ? 1 : 2 * split, x, stride, false, tokens);
   } else {
     pack_rows(team, w.normed.data(), shape.hidden, tokens, net.qkv);
     multiply(team, large, split, x, stride, false, tokens);
@@ -115,7 +118,7 @@ void Decoder::delta_net(Team& team, const Pass& pass, const DeltaNet& net) {
     for (int64_t n = begin; n < end; ++n) {
       float* const row = x + n * stride;
       if (s.grouped) part_heads(s, row, own);
-      weigh_token(net, heads, row + s.channels() + width);
+      weigh_token(net, heads, s.additive, row + s.weights_at());
     }
   });
   const RecurrentStates& states = pass.states;
@@ -126,23 +129,33 @@ void Decoder::delta_net(Team& team, const Pass& pass, const DeltaNet& net) {
       const int64_t head = item % heads, row_first = pass.runs_of(item / heads).front().first;
       for (const Run& run : pass.runs_of(item / heads)) {
         mlspec_delta_args args = head_args(s, net, head);
-        args.num_tokens = run.count, args.x = x + run.first * stride, args.x_stride = stride;
-        args.decay = args.x + s.channels() + width + head, args.beta = args.decay + heads;
+        const float* const tokens_of_run = x + run.first * stride;
+        args.num_tokens = run.count, args.x = tokens_of_run + s.channels_at(), args.x_stride = stride;
+        args.decay = tokens_of_run + s.weights_at() + head, args.beta = args.decay + heads;
         for (int64_t j = 0; j < s.num_taps - 1; ++j) {
           const int64_t back = s.num_taps - 1 - j, token = run.start - back, at = run.first - back;
-          args.before[j] = token < 0 ? nullptr : at >= row_first ? x + at * stride : states.input(net.index, run.row, token);
+          args.before[j] = token < 0 ? nullptr : at >= row_first ? x + at * stride + s.channels_at() : states.input(net.index, run.row, token);
         }
         args.from = run.from == RecurrentStates::kZeros ? nullptr : states.state(net.index, run.row, run.from) + head * size;
         args.to = states.state(net.index, run.row, run.to) + head * size;
         args.out = w.context.data() + run.first * width + head * s.value_dim, args.out_stride = width;
         kernels.delta_rule(&args);
-        for (int64_t t = 0; t < run.count; ++t) {
+        for (int64_t t = 0; t < run.count && !s.additive; ++t) {
           float* const out = args.out + t * width;
-          kernels.row.rms_norm(out, net.norm, shape.norm_eps, s.value_dim, out);
-          const float* const gate = args.x + t * stride + s.channels() + head * s.value_dim;
+          kernels.row.rms_norm(out, net.norm, net.eps, s.value_dim, out);
+          const float* const gate = tokens_of_run + t * stride + s.gates_at() + head * s.value_dim;
           kernels.row.activate_mul(gate, out, MLSPEC_SILU, s.value_dim, out);
         }
       }
+    }
+  });
+  const int64_t parts = width / s.normed;
+  if (s.additive) team.share(tokens * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t at = item % parts * s.normed;
+      float* const out = w.context.data() + item / parts * width + at;
+      kernels.row.activate_mul(x + item / parts * stride + s.gates_at() + at, out, MLSPEC_SILU, s.normed, out);
+      kernels.row.rms_norm(out, net.norm + at, net.eps, s.normed, out);
     }
   });
   team.share(rows, 1, [&](int64_t begin, int64_t end) {  // only now: tokens of this pass may have read what was there
@@ -152,8 +165,8 @@ void Decoder::delta_net(Team& team, const Pass& pass, const DeltaNet& net) {
         for (int64_t t = std::max<int64_t>(0, stop - states.window - run.start); t < run.count; ++t) {
           const float* const from = x + (run.first + t) * stride;
           float* const to = states.input(net.index, run.row, run.start + t);
-          std::memcpy(to, from, s.channels() * sizeof(float));
-          std::memcpy(to + s.channels(), from + s.channels() + width, 2 * heads * sizeof(float));
+          std::memcpy(to, from + s.channels_at(), s.channels() * sizeof(float));
+          std::memcpy(to + s.channels(), from + s.weights_at(), 2 * heads * sizeof(float));
         }
       }
     }

@@ -21,7 +21,7 @@ void tile_rows(const mlspec_acts& from, int64_t tile, const mlspec_acts& to) {
 }  // namespace
 
 bool Decoder::has_escapes(const Linear& linear) const {
-  return linear.escaped.count > 0 && linear.at(work_->bits).weight == 16;
+  return linear.escaped.count > 0 && linear.at(asked(linear)).weight == 16;
 }
 
 // For each thread the outputs of one linear's escaped rows, twice.
@@ -44,6 +44,34 @@ mlspec_acts Decoder::acts_for_escaped(Team& team, const mlspec_acts& acts) {
     for (int64_t tile = begin; tile < end; ++tile) tile_rows(acts, tile, dense);
   });
   return dense;
+}
+
+// For each thread the inputs of an expert as bf16_linear wants them.
+void Decoder::reserve_escaped_acts(const Linear& linear, int threads, int64_t rows) {
+  if (!has_escapes(linear)) return;
+  Workspace& w = *work_;
+  const mlspec_acts acts{cpu_kernels().bf16_linear_acts, rows, linear.in_features, 0, 0, nullptr};
+  w.visit_acts_stride = std::max(w.visit_acts_stride, mlspec_align64(mlspec_acts_bytes(&acts)));
+  w.visit_acts.reserve(threads * w.visit_acts_stride);
+}
+
+// Outputs [begin, end) of an expert whose visit is this thread's own work. Rows that are kept whole are few: their inputs are put in
+// another form only where there is one among these outputs.
+void Decoder::multiply_escaped_visit(const Team& team, const Linear& linear, const mlspec_linear_args& args, int64_t begin, int64_t end) {
+  const EscapedRows& escaped = linear.escaped;
+  const int64_t* const last = escaped.rows + escaped.count;
+  const int64_t* const first = std::lower_bound(escaped.rows, last, begin);
+  if (first == last || *first >= end) {
+    kernel_for(linear)(&args, begin, end);
+    return;
+  }
+  mlspec_acts dense = *args.acts;
+  dense.kind = cpu_kernels().bf16_linear_acts;
+  if (dense.kind != args.acts->kind) {
+    dense.data = work_->visit_acts.data() + team.index() * work_->visit_acts_stride;
+    for (int64_t tile = 0; tile < (dense.num_rows + 15) / 16; ++tile) tile_rows(*args.acts, tile, dense);
+  }
+  multiply_escaped(team, linear, args, dense, begin, end);
 }
 
 // Outputs [begin, end), those of the escaped rows among them from the rows themselves. What y held there is kept aside: the

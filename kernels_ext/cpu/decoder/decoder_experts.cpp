@@ -102,19 +102,21 @@ int64_t bytes_of_visits(mlspec_acts acts, int64_t visits) {
 
 }  // namespace
 
-void Products::add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile, bool dequantized) {
+void Products::add(const Linear& linear, mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile,
+                   bool dequantized) {
   const int64_t own = tiles_of(args.out_features);
-  list.push_back({compute, args, tiles, own * bytes_per_tile, dequantized});
+  list.push_back({&linear, compute, args, tiles, own * bytes_per_tile, dequantized});
   tiles += own, bytes += list.back().bytes;
 }
 
 // Room for a pass of n tokens through the widest layer of experts: also for its plan, as nothing may be allocated within the pass.
-void Decoder::reserve_experts(int64_t n) {
+void Decoder::reserve_experts(int threads, int64_t n) {
   Workspace& w = *work_;
   for (const DecoderLayer& layer : layers) {
     if (!layer.experts) continue;
     const Experts& e = *layer.experts;
     const int64_t inner = e.up[0].out_features / 2, routed = n * e.chosen, visits = std::min(e.count, routed);
+    for (const Linear* one : {&e.up[0], &e.down[0]}) reserve_escaped(*one, threads, n), reserve_escaped_acts(*one, threads, n);
     w.router.reserve(n * e.scores());
     w.chosen.reserve(n * e.chosen);
     w.weights.reserve(n * e.places());
@@ -228,7 +230,7 @@ void Decoder::plan_products(const Experts& experts) {
     args.low = linear.low, args.codebook = linear.codebook, args.table_columns = linear.table_columns;
     args.num_planes = planes_of(linear), args.stored_planes = linear.stored_planes;
     args.plane_bytes = linear.plane_bytes, args.zero_doubled = linear.zero_doubled;
-    to.add(kernel_for(linear), args, linear.bytes_per_tile(w.bits), dequantizes(linear));
+    to.add(linear, kernel_for(linear), args, linear.bytes_per_tile(w.bits), dequantizes(linear));
   };
   for (const Visit& visit : w.visits) {
     const bool shared = visit.expert == experts.count;
@@ -265,6 +267,10 @@ void Decoder::multiply_products(Team& team, const Products& products) {
     for (; product != products.list.end() && product->first < end; ++product) {
       const int64_t lo = (std::max(begin, product->first) - product->first) * kTileOutputs;
       const int64_t hi = std::min((end - product->first) * kTileOutputs, product->args.out_features);
+      if (has_escapes(*product->linear)) {
+        multiply_escaped_visit(team, *product->linear, product->args, lo, hi);
+        continue;
+      }
       if (!product->dequantized) {
         product->compute(&product->args, lo, hi);
         continue;

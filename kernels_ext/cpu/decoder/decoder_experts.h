@@ -45,6 +45,7 @@ struct Visit {
 
 // A linear over the rows of a visit. first: the tiles of all products before it.
 struct Product {
+  const Linear* linear;
   mlspec_linear_fn compute;
   mlspec_linear_args args;
   int64_t first, bytes;
@@ -57,7 +58,7 @@ struct Products {
   int64_t tiles = 0, bytes = 0;
 
   void clear() { list.clear(), tiles = bytes = 0; }
-  void add(mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile, bool dequantized);
+  void add(const Linear& linear, mlspec_linear_fn compute, const mlspec_linear_args& args, int64_t bytes_per_tile, bool dequantized);
 };
 
 }  // namespace mlspec

@@ -56,7 +56,7 @@ struct Linear {
   // `key`. 0: all are there.
   int64_t resident_planes = 0, key = 0;
   int64_t table_columns = 0;  // lookup-table planes
-  HighRows high;              // zipper weights, whose low part is bit-planes
+  HighRows high;              // zipper weights, whose low part is bit-planes or, with no stored planes, int4
   // [columns], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of
   // packed weights that are not nested.
   const int32_t* order = nullptr;
@@ -71,6 +71,8 @@ struct Linear {
 
   LowRank adapter;  // of a layer's linears but its experts
 
+  int64_t block = -1;  // 2 i of the attention of layer i, 2 i + 1 of its MLP; -1: none that Pass::widths speaks of
+
   float activation_clip = 1.0f;  // int4: mlspec_acts::clip of its activations
 
   // Whether a call has a choice.
@@ -80,7 +82,7 @@ struct Linear {
   Bits at(Bits asked) const {
     if (!is_packed()) return own;
     const int64_t weight = asked.weight ? asked.weight : own.weight;
-    if (format == WeightFormat::kPlanes || format == WeightFormat::kLut || format == WeightFormat::kZipper ||
+    if (format == WeightFormat::kPlanes || format == WeightFormat::kLut ||
         (format == WeightFormat::kNested && weight == 16))
       return {weight, asked.activation ? asked.activation : 16};
     return {weight, asked.activation ? asked.activation : own.activation};

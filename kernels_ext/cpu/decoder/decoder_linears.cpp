@@ -7,20 +7,37 @@
 
 namespace mlspec {
 
+// What the running pass asks of a linear.
+Bits Decoder::asked(const Linear& linear) const {
+  const Workspace& w = *work_;
+  return w.widths && linear.block >= 0 ? Bits{(*w.widths)[linear.block], 0} : w.bits;
+}
+
+// Of the block whose inputs are in `normed`, where the pass is to pick.
+void Decoder::choose_width(Team& team, Pass& pass, int64_t block, int64_t rows) {
+  if (!pass.choose) return;
+  if (team.index() == 0 && !planes_missing) {
+    const int64_t width = pass.choose(block, work_->normed.data(), rows);
+    planes_missing = width < 0;
+    if (width > 0) pass.widths[block] = width;
+  }
+  team.barrier();
+}
+
 bool Decoder::dequantizes(const Linear& linear) const {
-  return dequantize && linear.format == WeightFormat::kInt4 && !linear.outliers && linear.at(work_->bits).activation == 16;
+  return dequantize && linear.format == WeightFormat::kInt4 && !linear.outliers && linear.at(asked(linear)).activation == 16;
 }
 
 mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
   mlspec_acts acts{MLSPEC_ACTS_BF16, rows, next.columns(), 0, 0, work_->acts.data()};
-  const int64_t bits = next.at(work_->bits).activation;
+  const int64_t bits = next.at(asked(next)).activation;
   if (next.format == WeightFormat::kF32) {
     acts.kind = MLSPEC_ACTS_F32;
   } else if (next.format == WeightFormat::kBf16 || dequantizes(next)) {
     acts.kind = cpu_kernels().bf16_linear_acts;
   } else if (bits < 16) {
     acts.kind = MLSPEC_ACTS_INT;
-    acts.group = next.format == WeightFormat::kInt4 ? next.group : 32;
+    acts.group = next.format == WeightFormat::kInt4 || next.format == WeightFormat::kZipper ? next.group : 32;
     acts.bits = bits;
     acts.wide = 2 * next.outliers;
     acts.clip = next.activation_clip;
@@ -70,15 +87,17 @@ void Decoder::multiply_dequantized(const Team& team, mlspec_linear_args args, in
 
 mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
   const CpuKernels& kernels = cpu_kernels();
-  const Bits bits = linear.at(work_->bits);
+  const Bits bits = linear.at(asked(linear));
   const bool integer = bits.activation < 16;
   switch (linear.format) {
     case WeightFormat::kBf16: return kernels.bf16_linear;
     case WeightFormat::kF32: return kernels.f32_linear;
     case WeightFormat::kMxfp4: return integer ? kernels.mxfp4_linear_int8 : kernels.mxfp4_linear_bf16;
     case WeightFormat::kInt4: return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
-    case WeightFormat::kPlanes:
-    case WeightFormat::kZipper: return kernels.bitplane_linear;
+    case WeightFormat::kPlanes: return kernels.bitplane_linear;
+    case WeightFormat::kZipper:
+      if (linear.stored_planes) return kernels.bitplane_linear;
+      return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
     case WeightFormat::kLut: return kernels.lut_linear;
     case WeightFormat::kNested: break;
   }
@@ -88,25 +107,25 @@ mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
 
 // Those that a call reads of a weight that has some: all of a low part.
 int64_t Decoder::planes_of(const Linear& linear) const {
-  return linear.format == WeightFormat::kZipper ? linear.stored_planes : linear.at(work_->bits).weight;
+  return linear.format == WeightFormat::kZipper ? linear.stored_planes : linear.at(asked(linear)).weight;
 }
 
 // y (+)= rows of packed activations times every part; the parts' outputs lie side by side in y. Parts whose planes have to come are
 // multiplied one weight after the other, while its planes are there. Where they cannot be had, y is left as it was.
 void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
                        int64_t rows) {
-  if (!std::any_of(parts, parts + count, [&](const Linear* part) { return part->fetches(work_->bits); }))
+  if (!std::any_of(parts, parts + count, [&](const Linear* part) { return part->fetches(asked(*part)); }))
     return multiply_in_place(team, parts, count, y, stride, accumulate, rows);
   for (int first = 0, next = 0; first < count; first = next) {
     const Linear& weight = *parts[first];
     int64_t outputs = 0;
     for (; next < count && (next == first || parts[next]->key == weight.key); ++next) outputs += parts[next]->out_features;
-    if (team.index() == 0 && !planes_missing && weight.fetches(work_->bits))
+    if (team.index() == 0 && !planes_missing && weight.fetches(asked(weight)))
       planes_missing = !planes.begin(weight.key, planes_of(weight));
     team.barrier();
     if (planes_missing) return;
     multiply_in_place(team, parts + first, next - first, y, stride, accumulate, rows);
-    if (team.index() == 0 && weight.fetches(work_->bits)) planes.end(weight.key);
+    if (team.index() == 0 && weight.fetches(asked(weight))) planes.end(weight.key);
     y += outputs;
   }
 }
@@ -132,7 +151,7 @@ void Decoder::multiply_in_place(Team& team, const Linear* const* parts, int coun
     any_high |= adds_high(part);
     const int64_t tiles = (part.out_features + kTileOutputs - 1) / kTileOutputs;
     first[i + 1] = first[i] + tiles;
-    bytes += tiles * part.bytes_per_tile(work_->bits);
+    bytes += tiles * part.bytes_per_tile(asked(part));
     column += part.out_features;
   }
   const mlspec_acts dense_acts = any_escapes ? acts_for_escaped(team, acts) : acts;

@@ -71,6 +71,7 @@ class Feeder {
     pass_.kv = level.kv;
     pass_.want_confidence = want_confidence;
     pass_.bits = level.bits;
+    pass_.widths = level.widths, pass_.choose = level.choose;
     pass_.draft_window = level.draft_window;
     pass_.states = level.states;
     pass_.tap = level.tap;
@@ -111,7 +112,7 @@ class Feeder {
     pass_.positions.push_back(position);
     pass_.rows.push_back(row);
     if (kept) pass_.kept.push_back(index);
-    if (index + 1 == Decoder::kMaxTokens) flush();
+    if (index + 1 == Decoder::kMaxTokens && !pass_.choose) flush();  // a choice is by all of a row
   }
 
   void flush() {
@@ -123,6 +124,7 @@ class Feeder {
       for (const Run& run : pass_.runs) pass_.states.forget(run.row);
       throw;
     }
+    if (pass_.choose) level_.widths = pass_.widths;
     for (const auto& [mark, value] : marks_) *mark = value;
     for (const Run& run : pass_.runs) {
       const RecurrentStates& own = pass_.states;

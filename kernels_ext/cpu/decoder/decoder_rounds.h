@@ -14,7 +14,8 @@ struct PlanesMissing : std::exception {
   const char* what() const noexcept override { return "streamed planes could not be had"; }
 };
 
-// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window, tap: as in Pass.
+// What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window, tap: as in
+// Pass.
 struct Level {
   Decoder* decoder = nullptr;
   RaggedKv kv;
@@ -27,6 +28,8 @@ struct Level {
   Tap tap;
   int64_t forwards = 0;
   double seconds = 0;
+  std::vector<int64_t> widths;  // as in Pass; picked in the one pass of the call where `choose` is given
+  ChooseWidth choose = nullptr;
 };
 
 // A row from its token number `base` on.

@@ -56,8 +56,10 @@ struct Decoder::Workspace {
   Buffer<float> rows;       // [threads][row_stride]: a row and the same in order, or a piece of packing
   Buffer<char> acts;        // activations as the next linear wants them
   Buffer<char> dense_acts;  // the same as bf16_linear wants them, where a nested linear has escaped rows
+  Buffer<uint16_t> wide_acts;  // [n][in]: in bfloat16, where a low part meets integers and a high part does not
+  Buffer<char> visit_acts;  // [threads][visit_acts_stride]: the same of the rows of a visit
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
-  Buffer<float> tables;     // [in / 4][16][8]: sums of inputs, where linears have sparse high parts
+  Buffer<float> tables;     // [16][in / 4][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> low_rank;   // [n][rank] of each adapter of linears that share their inputs, one behind the other
   Buffer<float> inner;      // [n][intermediate], inputs of down where that has an adapter
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
@@ -72,8 +74,9 @@ struct Decoder::Workspace {
   std::vector<Visit> visits;
   std::vector<RowTile> row_tiles;    // of all visits
   Products up_products, down_products;
-  int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0;
+  int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0, visit_acts_stride = 0;
   Bits bits;                // of the running pass
+  const std::vector<int64_t>* widths = nullptr;  // likewise; null: it has none
 };
 
 }  // namespace mlspec

@@ -19,9 +19,9 @@ inline __m256 coefficients(__m256i terms) {
   return _mm256_castsi256_ps(_mm256_or_si256(power, sign));
 }
 
-inline __m256i places(__m256i terms) {
-  const __m256i group = _mm256_slli_epi32(_mm256_srli_epi32(terms, 12), 4);
-  return _mm256_or_si256(group, _mm256_and_si256(terms, _mm256_set1_epi32(15)));
+inline __m256i places(__m256i terms, __m256i groups) {
+  const __m256i pattern = _mm256_and_si256(terms, _mm256_set1_epi32(15));
+  return _mm256_add_epi32(_mm256_mullo_epi32(pattern, groups), _mm256_srli_epi32(terms, 12));
 }
 
 // Eight partial sums, added 4, 2 and 1 apart.
@@ -32,19 +32,19 @@ inline float total(__m256 v) {
 }
 
 void one_row(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
-  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), groups = _mm256_set1_epi32(static_cast<int>(a.groups));
   for (int64_t out = out_begin; out < out_end; ++out) {
     __m256 sums = _mm256_setzero_ps();
     int32_t j = a.starts[out];
     const int32_t end = a.starts[out + 1];
     for (; j + 8 <= end; j += 8) {
       const __m256i terms = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a.terms + j));
-      sums = _mm256_fmadd_ps(coefficients(terms), _mm256_i32gather_ps(a.tables, places(terms), 4), sums);
+      sums = _mm256_fmadd_ps(coefficients(terms), _mm256_i32gather_ps(a.tables, places(terms, groups), 4), sums);
     }
     if (j < end) {  // the sum of no input of a group is 0, and so are terms that are not there
       const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(end - j), lanes);
       const __m256i terms = _mm256_maskload_epi32(a.terms + j, there);
-      sums = _mm256_fmadd_ps(coefficients(terms), _mm256_i32gather_ps(a.tables, places(terms), 4), sums);
+      sums = _mm256_fmadd_ps(coefficients(terms), _mm256_i32gather_ps(a.tables, places(terms, groups), 4), sums);
     }
     a.y[out] = std::fma(a.step[out], total(sums), a.y[out]);
   }
@@ -53,11 +53,12 @@ void one_row(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
 void eight_rows(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
   alignas(32) int32_t terms[8] = {}, at[8];
   alignas(32) float times[8];
+  const __m256i groups = _mm256_set1_epi32(static_cast<int>(a.groups));
   for (int64_t out = out_begin; out < out_end; ++out) {
     __m256 sums[8];
     for (__m256& sum : sums) sum = _mm256_setzero_ps();
     const auto add = [&](__m256i eight) {  // eight terms taken apart at once, then one by one
-      _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm256_slli_epi32(places(eight), 3));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm256_slli_epi32(places(eight, groups), 3));
       _mm256_store_ps(times, coefficients(eight));
       for (int i = 0; i < 8; ++i)
         sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(times + i), _mm256_loadu_ps(a.tables + at[i]), sums[i]);

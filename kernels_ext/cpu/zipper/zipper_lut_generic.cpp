@@ -17,7 +17,7 @@ void multiply(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
     const int32_t begin = a.starts[out], end = a.starts[out + 1];
     for (int32_t j = begin; j < end; ++j) {
       const int32_t term = a.terms[j];
-      const float* const sums = a.tables + ((term >> 12) * MLSPEC_ZIPPER_SUMS + (term & 15)) * a.lanes;
+      const float* const sums = a.tables + ((term & 15) * a.groups + (term >> 12)) * a.lanes;
       const float times = coefficient(term);
       for (int64_t lane = 0; lane < a.rows; ++lane) partial[lane][(j - begin) & 7] += times * sums[lane];
     }

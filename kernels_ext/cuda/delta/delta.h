@@ -1,4 +1,4 @@
-// Which kernels run gated delta nets on a GPU? Plain C signatures; 0 is success, else what went wrong.
+// Which kernels run gated delta nets and Mamba-2 on a GPU? Plain C signatures; 0 is success, else what went wrong.
 #pragma once
 #include <stdint.h>
 
@@ -12,10 +12,12 @@ extern "C" {
 typedef enum { MLSPEC_STATE_KEEP = 0, MLSPEC_STATE_AT_START = 1, MLSPEC_STATE_AT_END = 2 } mlspec_state_rule;
 
 // Channels are queries, keys, values; most = window + width tokens of a row. Token t of row r is the row's token starts[r] + t.
+// Where there is skip it is Mamba-2: qkvz has gates, then channels, which are values, keys, queries, then a time step a head; no ba.
 typedef struct {
   const void *qkvz;                          // bfloat16 [batch, width, channels + value_heads * value_dim]
   const void* ba;                            // bfloat16 [batch, width, 2 value_heads]
-  const float *taps, *rate, *shift, *norm;   // [num_taps, channels], [value_heads] twice, [value_dim]
+  const float *taps, *rate, *shift, *norm;   // [num_taps, channels], [value_heads] twice, [value_dim]; of Mamba-2 norm is [value_heads * value_dim]
+  const float *bias, *skip;                  // of Mamba-2: [channels] of the convolution, or null; [value_heads]
   const int32_t *starts, *counts, *marks;    // [batch]; marks: of how many tokens a row's state is
   float* states;                             // [batch, value_heads, key_dim, value_dim]
   void* inputs;                              // bfloat16 [batch, window, channels + 2 value_heads], of token p in place p % window
@@ -26,6 +28,7 @@ typedef struct {
   int32_t batch, width, window, key_heads, value_heads, key_dim, value_dim, num_taps;
   int32_t settles;  // mlspec_state_rule
   int32_t behind;   // tokens by which the state stays behind there, as far as it was
+  int32_t normed;   // of Mamba-2: elements of what comes out that are normed together
   float eps;
 } mlspec_cuda_delta;
 

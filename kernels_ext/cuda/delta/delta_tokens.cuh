@@ -21,16 +21,28 @@ __device__ __forceinline__ DeltaSpan span_of(const mlspec_cuda_delta& a, int row
   return {lost ? start : start == 0 ? 0 : mark, start, start + count, lost};
 }
 
-__device__ __forceinline__ int channels_of(const mlspec_cuda_delta& a) {
+__host__ __device__ __forceinline__ int channels_of(const mlspec_cuda_delta& a) {
   return 2 * a.key_heads * a.key_dim + a.value_heads * a.value_dim;
+}
+
+// Where a token of qkvz has what, in elements.
+struct TokenPlaces {
+  int width, channels, gates, steps;  // of the whole token; the first channel, gate and time step
+  int q, k, v;                        // among channels
+};
+
+__device__ __forceinline__ TokenPlaces places_of(const mlspec_cuda_delta& a) {
+  const int keys = a.key_heads * a.key_dim, values = a.value_heads * a.value_dim, channels = 2 * keys + values;
+  if (a.skip) return {values + channels + a.value_heads, values, 0, values + channels, values + keys, values, 0};
+  return {channels + values, 0, channels, 0, 0, keys, 2 * keys};
 }
 
 // What was computed of token p of a row, from `at` on: of this call, or kept.
 __device__ __forceinline__ const __nv_bfloat16* channels_at(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p) {
   const int channels = channels_of(a);
+  const TokenPlaces at = places_of(a);
   if (p >= span.start)
-    return static_cast<const __nv_bfloat16*>(a.qkvz) +
-           (int64_t(row) * a.width + p - span.start) * (channels + a.value_heads * a.value_dim);
+    return static_cast<const __nv_bfloat16*>(a.qkvz) + (int64_t(row) * a.width + p - span.start) * at.width + at.channels;
   return static_cast<const __nv_bfloat16*>(a.inputs) + (int64_t(row) * a.window + p % a.window) * (channels + 2 * a.value_heads);
 }
 
@@ -40,7 +52,10 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)
 __device__ __forceinline__ void convolve(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p, int at, int n, int lane,
                                          float (&to)[kMostParts]) {
 #pragma unroll
-  for (int part = 0; part < kMostParts; ++part) to[part] = 0.f;
+  for (int part = 0; part < kMostParts; ++part) {
+    const int i = lane + part * kWarp;
+    to[part] = a.bias && i < n ? a.bias[at + i] : 0.f;
+  }
   const int channels = channels_of(a);
   for (int tap = 0; tap < a.num_taps; ++tap) {
     const int token = p - (a.num_taps - 1) + tap;
@@ -75,8 +90,9 @@ __device__ __forceinline__ void read_keys(const mlspec_cuda_delta& a, int row, c
                                           int padded, int lane) {
   float k[kMostParts], q[kMostParts];
   const int at = head * a.key_dim;
-  convolve(a, row, span, p, a.key_heads * a.key_dim + at, a.key_dim, lane, k);
-  to_length(k, 1.f);
+  const TokenPlaces places = places_of(a);
+  convolve(a, row, span, p, places.k + at, a.key_dim, lane, k);
+  if (!a.skip) to_length(k, 1.f);
   float* const to = a.keys + (slot * a.key_heads + head) * 2 * padded;
   for (int i = lane; i < padded; i += kWarp) to[i] = 0.f;
   __syncwarp();
@@ -84,8 +100,8 @@ __device__ __forceinline__ void read_keys(const mlspec_cuda_delta& a, int row, c
   for (int part = 0; part < kMostParts; ++part)
     if (lane + part * kWarp < a.key_dim) to[lane + part * kWarp] = k[part];
   if (p < span.start) return;
-  convolve(a, row, span, p, at, a.key_dim, lane, q);
-  to_length(q, 1.f / sqrtf(float(a.key_dim)));
+  convolve(a, row, span, p, places.q + at, a.key_dim, lane, q);
+  if (!a.skip) to_length(q, 1.f / sqrtf(float(a.key_dim)));
   for (int i = a.key_dim + lane; i < padded; i += kWarp) to[padded + i] = 0.f;
 #pragma unroll
   for (int part = 0; part < kMostParts; ++part)
@@ -98,18 +114,23 @@ __device__ __forceinline__ void read_keys(const mlspec_cuda_delta& a, int row, c
 __device__ __forceinline__ void read_values(const mlspec_cuda_delta& a, int row, const DeltaSpan& span, int p, int64_t slot, int head,
                                             int lane) {
   float v[kMostParts];
-  convolve(a, row, span, p, 2 * a.key_heads * a.key_dim + head * a.value_dim, a.value_dim, lane, v);
+  convolve(a, row, span, p, places_of(a).v + head * a.value_dim, a.value_dim, lane, v);
   float* const to = a.values + (slot * a.value_heads + head) * a.value_dim;
 #pragma unroll
   for (int part = 0; part < kMostParts; ++part)
     if (lane + part * kWarp < a.value_dim) to[lane + part * kWarp] = v[part];
   if (lane != 0) return;
   const __nv_bfloat16* ba = channels_at(a, row, span, p) + channels_of(a);
+  float* const weights = a.weights + (slot * a.value_heads + head) * 2;
+  if (a.skip) {  // time steps lie behind the channels in either place
+    const float x = __bfloat162float(ba[head]) + a.shift[head], step = x > 20.f ? x : log1pf(expf(x));
+    weights[0] = expf(a.rate[head] * step), weights[1] = step;
+    return;
+  }
   if (p >= span.start)
     ba = static_cast<const __nv_bfloat16*>(a.ba) + (int64_t(row) * a.width + p - span.start) * 2 * a.value_heads;
   const float b = __bfloat162float(ba[head]), x = __bfloat162float(ba[a.value_heads + head]) + a.shift[head];
   const float soft = x > 20.f ? x : log1pf(expf(x));
-  float* const weights = a.weights + (slot * a.value_heads + head) * 2;
   weights[0] = expf(a.rate[head] * soft), weights[1] = sigmoid(b);
 }
 

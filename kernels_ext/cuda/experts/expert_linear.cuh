@@ -15,9 +15,29 @@ struct ExpertParams {
   Params p;  // of one expert; num_tokens: pairs
   const int32_t* plan;
   int pairs_of_token, most_items;
-  int64_t bytes_of_expert, shifts_of_expert;
+  int64_t bytes_of_expert, more_of_expert, shifts_of_expert;
   float slope, limit;  // limit above 0: outputs are gate and up in turns, and gated
 };
+
+// Whether a format reads more of an expert than its tiles: what Params points to is then the expert's own.
+template <class Format>
+constexpr bool kReadsMore = false;
+
+template <class Format>
+using ParamsOf = std::conditional_t<kReadsMore<Format>, Params, const Params&>;
+
+template <class Format>
+__device__ __forceinline__ ParamsOf<Format> params_of(const ExpertParams& e, int expert) {
+  if constexpr (!kReadsMore<Format>) {
+    return e.p;
+  } else {
+    Params own = e.p;
+    own.exponent_shift += expert * e.shifts_of_expert;
+    own.codebook += expert * kCodebookLevels;
+    if constexpr (Format::kMoreBytes > 0) own.more += expert * e.more_of_expert;
+    return own;
+  }
+}
 
 // Two gated outputs of four; what they are made of is rounded first, as where a kernel of its own reads it.
 __device__ __forceinline__ void store_pairs(const ExpertParams& e, const void* bias, float4 sum, float out_scale, int pair, int output) {
@@ -35,7 +55,7 @@ __device__ __forceinline__ void store_pairs(const ExpertParams& e, const void* b
 template <class V>
 struct ExpertCopier {
   using Format = typename V::Format;
-  const Params& p;
+  const ParamsOf<Format> p;
   const uint8_t* weights;
   const int32_t* places;  // in the plan: the item's pairs
   int rows, pairs_of_token;
@@ -47,15 +67,19 @@ struct ExpertCopier {
   __device__ __forceinline__ void copy_weights(int chunk, int slot) const {
     const uint32_t to = stage(slot) + V::kTokenBytes;
     if constexpr (Format::kPacked) {
-      const int64_t number = (int64_t(tile / 2) * p.chunks + chunk) * 2 + tile % 2;
-      copy_bytes<Format::kTileBytes>(to, weights + number * Format::kTileBytes, thread);
+      constexpr int kOfTile = kTileInputs / Format::kChunk;  // chunks
+      const int tiles = (p.chunks + kOfTile - 1) / kOfTile;
+      const int64_t number = (int64_t(tile / 2) * tiles + chunk / kOfTile) * 2 + tile % 2;
+      if constexpr (kOfTile > 1) Format::copy_part(to, weights, p.more, number, chunk % kOfTile, thread);
+      else copy_bytes<Format::kTileBytes>(to, weights + number * Format::kTileBytes, thread);
     } else {
       copy_rows<kTileOutputs, 128>(to, weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
   }
-  // Behind the first weights, whose way is longer.
+  // Behind the first weights, whose way is longer, and which no kernel in front writes.
   __device__ __forceinline__ void begin_tokens() const {
+    wait_for_previous_kernel();
     if (threadIdx.x < V::kTokens) {
       const int pair = places[min(int(threadIdx.x), rows - 1)];
       pairs[threadIdx.x] = pair, tokens[threadIdx.x] = pair / pairs_of_token;
@@ -93,14 +117,17 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   __shared__ int pairs[V::kTokens], tokens[V::kTokens];
   static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
   launch_dependents();
-  wait_for_previous_kernel();  // which may have written the plan
-  const Params& p = e.p;
   const int tile = blockIdx.x / e.most_items;
-  const int32_t* item = e.plan + p.num_tokens + 3 * (blockIdx.x % e.most_items);
-  const int expert = item[0], first = item[1], rows = item[2];
-  if (rows == 0) return;
+  const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x % e.most_items);
+  // Whole, as nobody starts before the kernel that wrote it has ended (route.cu): which weights are read is known before the inputs are.
+  const int expert = __ldcg(item), first = __ldcg(item + 1), rows = __ldcg(item + 2);
+  if (rows == 0) {
+    wait_for_previous_kernel();  // a grid without rows ends behind those in front of it, too
+    return;
+  }
+  const ParamsOf<typename V::Format> p = params_of<typename V::Format>(e, expert);
   int shift = 0;
-  if constexpr (V::Format::kHasShift) shift = p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
+  if constexpr (V::Format::kHasShift) shift = e.p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
   uint8_t* own = stages + group * V::kStages * V::kStageBytes;
   float sums[V::kTokenTiles][4] = {};
@@ -131,17 +158,20 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   const int64_t items = mlspec_cuda_most_items(args.num_pairs, args.num_experts);
   const bool aligned = a.in_features * Format::kActivationBits / 8 % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) &&
                        args.bytes_of_expert % 16 == 0;
+  if (Format::kMoreBytes > 0 && (!is_aligned(a.more) || args.more_of_expert % 16)) return "low tiles must start at a multiple of 16 bytes";
   if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
   if (tiles * items > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   ExpertParams params{};
   Params& p = params.p;
   p.weights = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
+  p.more = static_cast<const uint8_t*>(a.more), p.codebook = static_cast<const uint8_t*>(a.codebook);
   p.exponent_shift = a.exponent_shift, p.out = a.out, p.x_scale_stride = a.x_scale_stride;
   p.bias = a.bias, p.bias_is_float32 = a.bias_is_float32 != 0;
   p.num_tokens = int(args.num_pairs), p.in_features = int(a.in_features), p.out_features = int(a.out_features);
   p.chunks = p.token_chunks = int(chunks), p.aligned = aligned;
   params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
-  params.bytes_of_expert = args.bytes_of_expert, params.shifts_of_expert = args.shifts_of_expert;
+  params.bytes_of_expert = args.bytes_of_expert, params.more_of_expert = args.more_of_expert;
+  params.shifts_of_expert = args.shifts_of_expert;
   params.slope = args.slope, params.limit = args.limit;
   return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
 }

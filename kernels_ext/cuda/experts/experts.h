@@ -52,6 +52,7 @@ typedef struct {
   int64_t num_pairs;         // a multiple of linear.num_tokens: a token has num_pairs / num_tokens of them
   int64_t num_experts;
   int64_t bytes_of_expert;   // in tiles
+  int64_t more_of_expert;    // in linear.more, bytes: low tiles of nested weights
   int64_t shifts_of_expert;  // in exponent_shift
   float slope, limit;        // limit above 0: gate and up come in turns, and out [pairs, out / 2] is what gated_pairs makes of them
 } mlspec_cuda_expert_linear;
@@ -60,6 +61,7 @@ typedef struct {
 const char* mlspec_cuda_bf16_experts(const mlspec_cuda_expert_linear* args);
 const char* mlspec_cuda_mxfp4_experts(const mlspec_cuda_expert_linear* args);
 const char* mlspec_cuda_int4_experts(const mlspec_cuda_expert_linear* args);
+const char* mlspec_cuda_nested_experts(const mlspec_cuda_expert_linear* args);  // codebook [experts, 8]
 
 typedef struct {
   const void* rows;      // bfloat16 [tokens, chosen, width], width a multiple of 8

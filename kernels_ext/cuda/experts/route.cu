@@ -1,5 +1,7 @@
 // How does a GPU send tokens to experts without the host? Logits, then the largest of each token, then the pairs in order of experts.
 //
+// Kernels that write a plan let no other start before they have ended: products read it at once, while they still wait for their inputs.
+//
 // A logit is summed by one warp: lane l takes inputs 8 l .. 8 l + 7 of every 256, lanes are added in a tree: an order of its own,
 // however many tokens there are. Which place a pair has among those of its expert may differ from run to run; it moves no bit.
 #include <type_traits>
@@ -236,7 +238,6 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
 template <int kPerLane>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
                                                             int most_items) {
-  launch_dependents();
   wait_for_previous_kernel();
   plan_pairs<kPerLane>(p, rows_of_item, most_items);
 }
@@ -248,7 +249,6 @@ __global__ void __launch_bounds__(kRouteThreads) route_token_kernel(const __grid
 #if __CUDA_ARCH__ >= 900
   __shared__ float logits[kRoutePerLane * kWarp + 1], weights[kRoutePerLane * kWarp + 1];
   __shared__ int32_t experts[kRoutePerLane * kWarp];
-  launch_dependents();
   const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kRouteThreads + threadIdx.x) / kWarp;
   const int scores = p.num_experts + p.has_shared, warps = kRouteBlocks * kRouteThreads / kWarp;
   for (int score = warp; score < scores; score += warps) {

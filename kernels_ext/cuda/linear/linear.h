@@ -24,12 +24,14 @@ typedef struct {
   int32_t outliers;               // int4 in groups of 128: 128, the last group meets the inputs of the one before it; or 0
   int32_t tile_stride, zero_doubled, num_planes;  // planes: bytes of a tile as stored; planes that are multiplied
   int32_t absent_planes;          // bit-planes: of the weight, that its tiles do not store, behind those that they do
+  int32_t num_apart;              // bit-planes that are multiplied, behind those of the tiles, each in an array of its own:
+  const void* apart[7];           // [output tile pair, chunk, tile of the pair] of 1024 bytes, aligned to 16 bytes
   int32_t table_columns;          // lookup-table planes: 2^(stored + 1) - 2^S values of S, S + 1 ... stored bits
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16
   float activation_clip;          // of 4 bits: that of mlspec_cuda_quantize
   int32_t bias_is_float32;
-  int32_t out_is_float32;         // sums as they are, of planes
+  int32_t out_is_float32;         // sums as they are, of planes and int4
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.

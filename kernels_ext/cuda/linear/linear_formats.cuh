@@ -101,7 +101,7 @@ struct LanePlace {
 struct Bf16Weights {
   static constexpr int kGroups = 0;  // no late scaling
   static constexpr bool kPacked = false, kHasZeros = false, kHasShift = false, kPrefix = false, kTables = false;
-  static constexpr bool kOutliers = false;
+  static constexpr bool kOutliers = false, kApart = false;
   static constexpr int kWarpGroups = 1, kMoreBytes = 0, kTableBytes = 0, kTurn = 1;
   static constexpr int kActivationBits = 16;
   static constexpr float kOutScale = 1;
@@ -118,6 +118,7 @@ struct PackedTiles {
   static constexpr bool kTables = false;      // begin() reads what belongs to a tile's outputs, for each tile
   static constexpr int kTableBytes = 0;       // of a tile, that begin() writes to shared memory
   static constexpr bool kPrefix = false;      // kTileBytes are the front of what a tile stores, LinearParams::tile_stride
+  static constexpr bool kApart = false;       // the last planes of a tile may lie in other arrays, LinearParams::apart
   static constexpr bool kOutliers = false;    // the last chunks may meet the same tokens, LinearParams::token_chunks
   static constexpr int kMoreBytes = 0;        // of a tile in a second array, LinearParams::more; behind the first in a stage
   static constexpr int kTurn = 2;             // chunks that a group of warps takes at once where it multiplies by mma

@@ -84,7 +84,8 @@ LinearParams params_of(const mlspec_cuda_linear& a) {
   LinearParams p = {};
   p.tiles = static_cast<const uint8_t*>(a.tiles), p.more = static_cast<const uint8_t*>(a.more);
   p.codebook = static_cast<const uint8_t*>(a.codebook), p.tile_stride = a.tile_stride, p.zero_doubled = a.zero_doubled;
-  p.absent_planes = a.absent_planes;
+  p.absent_planes = a.absent_planes, p.num_apart = a.num_apart;
+  for (int i = 0; i < a.num_apart; ++i) p.apart[i] = static_cast<const uint8_t*>(a.apart[i]);
   p.tables = static_cast<const half*>(a.tables), p.table_columns = a.table_columns;
   p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
   p.bias = a.bias, p.x_row_bytes = int(inputs_of(a) * V::Format::kActivationBits / 8);

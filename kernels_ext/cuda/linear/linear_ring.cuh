@@ -43,6 +43,8 @@ struct LinearParams {
   int tile_stride;          // bytes from tile to tile of formats that read the front of a tile
   int zero_doubled;         // bit-planes
   int absent_planes;        // bit-planes of the weight that its tiles do not store
+  const uint8_t* apart[7];  // those of them that are read, [output tile pair, chunk, tile of the pair] each
+  int num_apart;
   int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
   int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
@@ -159,10 +161,11 @@ struct Producer {
     uint32_t full, tokens, weights;
     const uint8_t *tile, *more;  // packed weights
     int chunk;
+    uint32_t number;  // of the tile, of formats with planes apart
   };
 
   __device__ __forceinline__ Stage first_stage() const {
-    return {ring.full(0), ring.address, ring.address + p.stages * V::kTokenBytes, nullptr, nullptr, 0};
+    return {ring.full(0), ring.address, ring.address + p.stages * V::kTokenBytes, nullptr, nullptr, 0, 0};
   }
   __device__ __forceinline__ void begin_unit(Stage& s, int unit) const {
     const int tile = work.first_tile(p, unit);
@@ -170,14 +173,32 @@ struct Producer {
     const size_t number = (size_t(tile / 2) * p.chunks + s.chunk) * 2 + tile % 2;
     s.tile = p.tiles + number * tile_stride();
     if constexpr (Format::kMoreBytes > 0) s.more = p.more + number * Format::kMoreBytes;
+    if constexpr (Format::kApart) s.number = uint32_t(number);
   }
   __device__ __forceinline__ int tile_stride() const { return Format::kPrefix ? p.tile_stride : Format::kTileBytes; }
   __device__ __forceinline__ void next(Stage& s) const {
     s.full += 8, s.tokens += V::kTokenBytes, s.weights += V::kWeightStride;
     s.tile += 2 * tile_stride(), ++s.chunk;
     if constexpr (Format::kMoreBytes > 0) s.more += 2 * Format::kMoreBytes;
+    if constexpr (Format::kApart) s.number += 2;
+  }
+  // Of a format with planes apart: the front of each tile, and behind it plane by plane.
+  __device__ __forceinline__ void load_apart(const Stage& s) const {
+    const int front = Format::kTileBytes - p.num_apart * kPlaneBytes;
+#pragma unroll
+    for (int i = 0; i < V::kTiles; ++i) {
+      const uint32_t to = s.weights + i * Format::kTileBytes;
+      copy_bulk(to, s.tile + i * p.tile_stride, front, s.full, weight_policy);
+#pragma unroll
+      for (int k = 0; k < Format::kPlanes - 1; ++k)
+        if (k < p.num_apart)
+          copy_bulk(to + front + k * kPlaneBytes, p.apart[k] + size_t(s.number + i) * kPlaneBytes, kPlaneBytes, s.full, weight_policy);
+    }
   }
   __device__ __forceinline__ void load_tiles(const Stage& s) const {
+    if constexpr (Format::kApart) {
+      if (p.num_apart) return load_apart(s);
+    }
     if constexpr (Format::kPrefix) {
 #pragma unroll
       for (int i = 0; i < V::kTiles; ++i)

@@ -25,7 +25,11 @@ inline const char* problem_of_planes(const mlspec_cuda_linear& a) {
   const int bytes = a.tile_stride - kTileOutputs * (kTileInputs / a.group_size) * 2, stored = bytes / kPlaneBytes;
   if (bytes % kPlaneBytes || stored < 1 || stored > kMaxPlanes) return "tile_stride is not that of 1 to 8 planes and their scales";
   if (a.absent_planes < 0 || stored + a.absent_planes > kMaxPlanes) return "stored and absent planes must be 8 at most";
-  if (a.num_planes < 1 || a.num_planes > stored) return "num_planes must be 1 to the number of stored planes";
+  if (a.num_apart < 0 || a.num_apart > a.absent_planes) return "planes that lie apart must be some that the tiles do not store";
+  if (a.num_planes < 1 || (a.num_apart ? a.num_planes != stored + a.num_apart : a.num_planes > stored))
+    return "num_planes must be 1 to the number of stored planes, or those and all that lie apart";
+  for (int i = 0; i < a.num_apart; ++i)
+    if (reinterpret_cast<uintptr_t>(a.apart[i]) % 16) return "planes that lie apart must start at a multiple of 16 bytes";
   if (a.zero_doubled < (stored + a.absent_planes == kMaxPlanes ? 254 : 0) || a.zero_doubled > 256)
     return "zero_doubled must be 0 to 256, of 8 planes 254 to 256: weights are then exact in bfloat16";
   return nullptr;
@@ -79,7 +83,7 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   using Words = PlaneWords<kPlanesOf>;
   static constexpr int kPlanes = kPlanesOf, kFields = Words::kFields;
   static constexpr int kGroups = kTileInputs / kGroupSize, kActivationBits = 16;
-  static constexpr bool kPrefix = true;
+  static constexpr bool kPrefix = true, kApart = true;
   static constexpr float kOutScale = 64;  // and out_scale
   static constexpr int kScaleBytes = kTileOutputs * kGroups * 2;
   static constexpr int kTileBytes = kScaleBytes + kPlanes * kPlaneBytes;
@@ -145,7 +149,7 @@ template <int kGroupSize>
 struct AnyPlaneWeights : PlaneWords<8>, PackedTiles {
   using Eight = PlaneWeights<8, kGroupSize>;
   static constexpr int kGroups = Eight::kGroups, kActivationBits = 16;
-  static constexpr bool kPrefix = true;
+  static constexpr bool kPrefix = true, kApart = true;
   static constexpr float kOutScale = 64;  // and out_scale
   static constexpr int kTileBytes = Eight::kTileBytes;  // at most
 

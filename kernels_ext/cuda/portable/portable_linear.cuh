@@ -254,10 +254,11 @@ const char* launch(const mlspec_cuda_linear& a) {
   if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
   if (tiles * token_blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
   const auto bytes = [](const void* pointer) { return static_cast<const uint8_t*>(pointer); };
-  const Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
+  Params params{bytes(a.tiles), bytes(a.more), bytes(a.x), a.x_scales, a.bias, a.exponent_shift, bytes(a.codebook),
                       static_cast<const half*>(a.tables), a.out, a.x_scale_stride, int(a.num_tokens),
                       int(inputs), int(a.out_features), int(chunks), int(token_chunks), int(token_blocks), a.tile_stride,
-                      a.zero_doubled, a.num_planes, a.table_columns, a.absent_planes, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
+                      a.zero_doubled, a.num_planes, a.table_columns, a.absent_planes, a.num_apart, {}, aligned, a.bias_is_float32 != 0, a.out_is_float32 != 0};
+  for (int i = 0; i < a.num_apart; ++i) params.apart[i] = bytes(a.apart[i]);
   return launch_blocks(linear_kernel<V>, tiles * token_blocks, V::kSharedBytes, a, params);
 }
 

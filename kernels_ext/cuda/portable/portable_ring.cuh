@@ -25,7 +25,8 @@ struct Params {
   void* out;
   int64_t x_scale_stride;
   int num_tokens, in_features, out_features, chunks, token_chunks, token_blocks, tile_stride, zero_doubled, num_planes, table_columns;
-  int absent_planes;
+  int absent_planes, num_apart;
+  const uint8_t* apart[7];  // bit-planes behind those of the tiles
   bool aligned, bias_is_float32, out_is_float32;
 };
 
@@ -109,7 +110,7 @@ struct Copier {
       if constexpr (kOfTile > 1) {
         Format::copy_part(to, p.weights, p.more, number, chunk % kOfTile, thread);
       } else {
-        if constexpr (Format::kPrefix) copy_prefix(to, p.weights + number * p.tile_stride, Format::bytes_read(p), thread);
+        if constexpr (Format::kPrefix) copy_planes(to, number);
         else copy_bytes<Format::kTileBytes>(to, p.weights + number * Format::kTileBytes, thread);
         if constexpr (Format::kMoreBytes > 0)
           copy_bytes<Format::kMoreBytes>(to + Format::kTileBytes, p.more + number * Format::kMoreBytes, thread);
@@ -118,6 +119,15 @@ struct Copier {
       copy_rows<kTileOutputs, 128>(to, p.weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
                                    int64_t(p.in_features) * 2, p.aligned, thread);
     }
+  }
+  __device__ __forceinline__ void copy_planes(uint32_t to, int64_t number) const {
+    int bytes = Format::bytes_read(p);
+    if constexpr (Format::kApart) {
+      bytes -= p.num_apart * kPlaneBytes;
+      for (int i = 0; i < p.num_apart; ++i)
+        copy_prefix(to + bytes + i * kPlaneBytes, p.apart[i] + number * kPlaneBytes, kPlaneBytes, thread);
+    }
+    copy_prefix(to, p.weights + number * p.tile_stride, bytes, thread);
   }
   __device__ __forceinline__ void begin_tokens() const { wait_for_previous_kernel(); }  // which may have written x
   // Chunks of a weight with outliers beyond those of x meet the tokens of its last.

@@ -18,7 +18,7 @@ LLAMA = Description(
     windows="none",
 )
 BY_LAYER = {"windows": "by layer type"}
-_GRANITE = {
+GRANITE = {
     "embedding_multiplier": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_divisor": "logits_scaling",
@@ -33,7 +33,7 @@ ENTRIES = (
     replace(LLAMA, class_name="SmolLM3ForCausalLM", layers_without_rotary="no_rope_layers", **BY_LAYER),
     replace(LLAMA, class_name="SeedOssForCausalLM"),
     replace(LLAMA, class_name="CwmForCausalLM", **BY_LAYER),
-    replace(LLAMA, class_name="GraniteForCausalLM", **_GRANITE),
+    replace(LLAMA, class_name="GraniteForCausalLM", **GRANITE),
     replace(LLAMA, class_name="HeliumForCausalLM", rotation="pairs"),
     replace(LLAMA, class_name="Ernie4_5ForCausalLM", rotation="pairs"),
     replace(LLAMA, class_name="GlmForCausalLM", linears=HALF_FUSED, rotation="pairs"),

@@ -1,0 +1,55 @@
+"""How often does a model choose right in PIQA and WinoGrande, without examples? Rows are scored in batches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_mlspec.evaluation.tasks.choices import piqa, winogrande
+
+BATCH = 32  # rows of a pass
+TASKS = {"piqa": piqa, "winogrande": winogrande}
+
+
+class Question(NamedTuple):
+    """rows: ids of each choice; scored: how many at its end count."""
+
+    rows: list[list[int]]
+    scored: list[int]
+    gold: int
+
+
+def questions_of(name: str, folder: str, tokenizer: Any, items: int) -> list[Question]:
+    """The first so many of a task; the folder holds the files of its task in hf_mlspec/evaluation/tasks."""
+    found, test = [], TASKS[name](folder)["test"]
+    for item in test.select(range(min(items, len(test)))):
+        if "continuation" in item:
+            pairs = [(choice, item["continuation"]) for choice in item["choices"]]
+        else:
+            pairs = [(item["prompt"], choice) for choice in item["choices"]]
+        ids = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in (before, f" {end}")]
+               for before, end in pairs]  # fmt: skip
+        found.append(Question([before + end for before, end in ids], [len(end) for _, end in ids], item["gold"]))
+    return found
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, questions: list[Question]) -> float:
+    """The share of questions whose right choice has the largest probability. Padding stands behind a row's tokens,
+    which do not see it."""
+    rows = [(row, count) for one in questions for row, count in zip(one.rows, one.scored, strict=True)]
+    order = sorted(range(len(rows)), key=lambda at: len(rows[at][0]))
+    chances = torch.zeros(len(rows))
+    for first in range(0, len(order), BATCH):
+        some = order[first : first + BATCH]
+        width = len(rows[some[-1]][0])
+        ids = torch.tensor([rows[at][0] + [0] * (width - len(rows[at][0])) for at in some], device=model.device)
+        logits = model(ids).logits
+        for place, at in enumerate(some):
+            row, count = rows[at]
+            own = logits[place, len(row) - count - 1 : len(row) - 1].float().log_softmax(-1)
+            chances[at] = own.gather(1, ids[place, len(row) - count : len(row), None]).sum()
+    best = chances.view(len(questions), 2).argmax(1)
+    return (best == torch.tensor([one.gold for one in questions])).double().mean().item()

@@ -1,0 +1,87 @@
+"""How do the experts of a layer become nested, in their own memory where they may, and dense again after an error?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import NestedWeight
+from .castable import require_finite_float
+from .nest_in_place import NestingInPlace, can_nest_in_place
+from .nest_plan import Plan
+from .nest_swap import ExpertSwap, Swap
+from .nested_experts import NestedExperts, rows_kept_whole, too_many_escapes
+from .switch import PrecisionSwitch
+
+
+def require_finite_experts(model: nn.Module, plan: Plan) -> None:
+    """ValueError naming projection and expert for NaN or Inf."""
+    for path in plan.experts:
+        experts = NestedExperts(model.get_submodule(path), name=path)
+        for key in experts.names:
+            weight = getattr(model.get_submodule(path), key).detach()
+            try:
+                require_finite_float(f"{path}.{key}", weight, "nest")
+            except ValueError:
+                finite = torch.isfinite(weight.flatten(1)).all(dim=1)
+                expert = int((~finite).nonzero()[0])
+                require_finite_float(f"{path}.{key} of expert {expert}", weight[expert], "nest")
+                raise
+
+
+def nest_experts(
+    model: nn.Module, path: str, paths: list[str], codebook: str, switch: PrecisionSwitch,
+    done: list[Swap | ExpertSwap],
+) -> str | None:  # fmt: skip
+    """Why the experts at ``path`` stay as they are after all; after an error they are as they were."""
+    dense = model.get_submodule(path)
+    nested = NestedExperts(dense, "nested", switch, path)
+    requires_grad = any(getattr(dense, key).requires_grad for key in nested.names)
+    ways = {key: _Projection(dense, nested, key, codebook, f"{path}.{key}") for key in nested.names}
+    for key, way in ways.items():
+        if why := too_many_escapes(way.escapes, nested.original.num_experts, *nested.original.sizes[key]):
+            return f"{key}: {why}"
+    swap = ExpertSwap(paths, requires_grad)
+    try:
+        for key, way in ways.items():
+            nested.hold_rows_(key, way.parts())
+        done.append(swap)
+        swap.put_nested(model, nested)
+    except BaseException:
+        if model.get_submodule(path) is dense:  # else they are nested, and undone like those before them
+            for way in ways.values():
+                way.restore()
+        raise
+    return None
+
+
+class _Projection:
+    """One projection of all experts on its way, in its own memory or beside it."""
+
+    def __init__(self, dense: nn.Module, nested: NestedExperts, key: str, codebook: str, name: str) -> None:
+        """Reads the weight and changes nothing."""
+        own = not nested.original.transposed and can_nest_in_place(dense, 1, key)
+        rows = nested.rows_of(dense, key)
+        self._rows, self._shape = rows if own else None, (nested.original.num_experts, *nested.original.sizes[key])
+        self._in_place = NestingInPlace(rows, codebook, name) if own else None
+        self._parts = None if own else NestedWeight.from_dense(rows, codebook, name).parts
+
+    @property
+    def escapes(self) -> Tensor | None:
+        """Places of escapes, as on disk."""
+        return self._parts.escape_index if self._in_place is None else self._in_place.index
+
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """As `NestedExperts.hold_rows_` takes them."""
+        if self._in_place is None:
+            return self._parts
+        if not len(self.escapes):
+            return self._in_place.tiles()
+        chosen = rows_kept_whole(self.escapes, *self._shape)
+        index = chosen.unsqueeze(2).expand(-1, -1, self._shape[2])
+        exact = self._rows.view(self._shape).gather(1, index)  # a copy, before the rows give way to tiles
+        return self._in_place.tiles()._replace(escape_index=chosen, escape_value=exact)
+
+    def restore(self) -> None:
+        if self._in_place is not None:
+            self._in_place.restore()

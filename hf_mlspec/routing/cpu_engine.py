@@ -1,0 +1,87 @@
+"""How does the decoder of CPUs step a model whose rows read as many planes as their prompts were given?
+
+A prompt is read in one pass of its own, however long it is: each block chooses from all of it. Later calls name the
+planes of every block; rows that read alike share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engines.cpu.decoder import CpuDecoder
+from ..engines.cpu.engine import CpuEngine
+from ..engines.engine import Guess, Rows
+from .blocks import blocks_of
+from .features import pooled
+from .foresight import LEAD, announce
+from .router import Router
+from .row_widths import RowWidths
+
+OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes and plain"
+
+
+class RoutedCpuEngine(RowWidths, CpuEngine):
+    """A CPU decoder over its rows, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
+
+    can = replace(CpuEngine.can, greedy_rounds=False, bit_exact=False, tapped=False)
+
+    def __init__(self, model: nn.Module, decoder: CpuDecoder, router: Router, **options: Any):
+        """options: those of `CpuEngine`."""
+        super().__init__(model, decoder, **options)
+        self.can = RoutedCpuEngine.can
+        self.router, self.blocks = router, blocks_of(model)
+        self.chosen = []
+
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
+        for r, row in enumerate(rows):
+            if self.chosen[r] is None and (alive is None or alive[r]):
+                self._choose(r, row, len(rows))
+        return super().feed(rows, guess, alive)
+
+    def _choose(self, r: int, row: list[int], batch: int) -> None:
+        self._reserve(len(row))
+        only = [int(other == r) for other in range(batch)]
+        where = [len(row) * own for own in only], [0] * batch, only
+        self.chosen[r] = self.decoder.choose_widths(
+            self.cache.kv, row, *where, self.draft_window, choose=self._width_of
+        )
+        self.forwards += 1
+        self.lengths[r] = len(row) - 1
+
+    def _width_of(self, block: int, inputs: Tensor) -> int:
+        found = pooled(inputs[None], [len(inputs)], self.blocks[block].name)
+        if (width := self.router.foresee(block, found)) is not None:
+            announce(self.blocks[block + LEAD], width)
+        return self.router.choose(block, found)[0]
+
+    def _scored(
+        self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `CpuEngine` does, a call for all rows that read the same planes."""
+        ends, ways = list(accumulate(counts)), dict.fromkeys(tuple(self.chosen[r]) for r, n in enumerate(kept) if n)
+        found: list[tuple[Tensor, ...]] = [()] * len(kept)
+        for widths in ways:
+            own = [n and tuple(self.chosen[r]) == widths for r, n in enumerate(kept)]
+            places = [range(end - n, end) for on, end, n in zip(own, ends, counts, strict=True) if on]
+            fed = [tokens[at] for place in places for at in place]
+            some, asked = ([n if on else 0 for on, n in zip(own, every, strict=True)] for every in (counts, kept))
+            parts = self.decoder.call(
+                "score_routed", self.cache.kv, fed, some, starts, asked, *wanted, self.draft_window, list(widths)
+            )
+            cut = [part.split(asked) if len(part) else [part] * len(kept) for part in parts]
+            for r in (r for r, on in enumerate(own) if on):
+                found[r] = tuple(part[r] for part in cut)
+        best, confidence, logits = zip(*(own for own in found if own), strict=True)
+        return torch.cat(best), torch.cat(confidence), torch.cat(logits)
+
+
+def why_not_compiled(model: nn.Module, decoder: CpuDecoder) -> str:
+    """Why a decoder cannot step a routed model; "" where it can."""
+    outputs = [sum(linear.out_features for linear in block.linears.values()) for block in blocks_of(model)]
+    return "" if outputs == decoder.blocks else OTHER_BLOCKS
