@@ -131,7 +131,7 @@ def free_port() -> int:
 
 
 def _wait(process: subprocess.Popen, port: int, said: TextIO) -> None:
-    for _ in range(240):
+    for _ in range(600):
         if process.poll() is not None:
             said.seek(0)
             last = "\n".join(said.read().strip().splitlines()[-3:])
@@ -140,4 +140,4 @@ def _wait(process: subprocess.Popen, port: int, said: TextIO) -> None:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
             return
         time.sleep(0.5)
-    raise RuntimeError("the server did not come up in two minutes")
+    raise RuntimeError("the server did not come up in five minutes")

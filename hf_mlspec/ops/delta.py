@@ -14,6 +14,20 @@ from .operator import CACHE_FLOATS, Operands, operator
 KEEP, AT_START, AT_END = range(3)  # mlspec_state_rule
 
 
+def _check_kind(given: Operands, channels: int, values: int) -> bool:
+    """-> whether it is Mamba-2; also of what shape qkvz is."""
+    additive, (_, value_heads, _, value_dim) = given.skip is not None, given.sizes
+    if additive == (given.ba is not None) or (given.bias is not None and not additive):
+        raise ValueError(f"{given.op}: a gated delta net has ba, Mamba-2 skip and perhaps bias")
+    whole = channels + values + (value_heads if additive else 0)
+    if given.qkvz.ndim != 3 or given.qkvz.shape[2] != whole:
+        raise ValueError(f"{given.op}: qkvz has shape {list(given.qkvz.shape)}, expected [batch, width, {whole}]")
+    if given.normed < 1 or values % given.normed or not (additive or given.normed == value_dim):
+        expected = f"a divisor of {values}" if additive else value_dim
+        raise ValueError(f"{given.op}: normed is {given.normed}, expected {expected}")
+    return additive
+
+
 def _check_delta_rows(given: Operands) -> None:
     given.require_float("qkvz", CACHE_FLOATS)
     sizes = given.sizes
@@ -24,15 +38,7 @@ def _check_delta_rows(given: Operands) -> None:
     key_heads, value_heads, key_dim, value_dim = sizes
     values = value_heads * value_dim
     channels, gates = 2 * key_heads * key_dim + values, 2 * value_heads
-    additive = given.skip is not None
-    if additive == (given.ba is not None) or (given.bias is not None and not additive):
-        raise ValueError(f"{given.op}: a gated delta net has ba, Mamba-2 skip and perhaps bias")
-    whole = channels + values + (value_heads if additive else 0)
-    if given.qkvz.ndim != 3 or given.qkvz.shape[2] != whole:
-        raise ValueError(f"{given.op}: qkvz has shape {list(given.qkvz.shape)}, expected [batch, width, {whole}]")
-    if given.normed < 1 or values % given.normed or not (additive or given.normed == value_dim):
-        expected = f"a divisor of {values}" if additive else value_dim
-        raise ValueError(f"{given.op}: normed is {given.normed}, expected {expected}")
+    additive = _check_kind(given, channels, values)
     batch, width, _ = given.qkvz.shape
     if given.taps.ndim != 2 or given.inputs.ndim != 3 or given.inputs.shape[1] < len(given.taps):
         raise ValueError(

@@ -84,6 +84,11 @@ class Answer:
         finally:
             self.cancel()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended by itself."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
     async def _some(self) -> list[News | None]:
         """All news there are, at least one."""
         found = [await self._news.get()]

@@ -208,11 +208,12 @@ class Backend:
 
     def _tell(self, told: list[NewTokens | Completion]) -> None:
         """What a round brought. It is told of tickets that have waited for long, or would if they waited for another
-        round."""
+        round, and of all others that are told as often: whoever reads it wakes once for all of them."""
         now = time.perf_counter()
         next_round, self._round = 2 * now - self._round, now
         due = {id(event.request): event.request for event in told if self._gained(event, now)}
-        due |= {key: one for key, one in self._untold.items() if next_round - one.heard >= one.every}
+        late = {one.every for one in self._untold.values() if next_round - one.heard >= one.every}
+        due |= {key: one for key, one in self._untold.items() if one.every in late}
         if due or now - self._counted >= _UNCOUNTED:
             self._count(now)
         if due:

@@ -114,23 +114,27 @@ class Reply:
         return found
 
     async def events(self) -> AsyncIterator[str]:
-        """The lines of a stream; an error that comes after its beginning is its last event."""
+        """The lines of a stream, its last ones together; an error that comes after its beginning is its last event."""
+        last = ""
         try:
             for choice in self.answer.choices:
                 if (first := self.style.opening(choice)) is not None:
                     yield self._chunk(choice.index, first)
             async for steps in self.answer.steps():
-                if lines := "".join(line for step in steps for line in self._lines(step)):
+                lines = "".join(line for step in steps for line in self._lines(step))
+                if self.answer.is_over:
+                    last = lines
+                elif lines:
                     yield lines
             if self.asked.include_usage:
-                yield self._line({"choices": [], "usage": self.answer.usage()})
+                last += self._line({"choices": [], "usage": self.answer.usage()})
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
             return
         except Exception as error:  # the status is sent already
             yield f"data: {json.dumps(failed(str(error)).body())}\n\n"
             raise
-        yield "data: [DONE]\n\n"
+        yield f"{last}data: [DONE]\n\n"
 
     def _lines(self, step: Step) -> list[str]:
         """The chunks of a step. Ids and log probabilities go with its first one, which may have no text."""

@@ -26,7 +26,7 @@ from time import perf_counter
 
 from .costs import PassCosts
 from .estimates import MOST, RowEstimates, odds_ratio
-from .forecast import Expectations, Forecast
+from .forecast import JUMP, Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
 from .search import Choice, Search
@@ -42,7 +42,6 @@ _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
 _LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
-_JUMP = 100.0  # times the expected seconds of a round: no trial takes longer
 
 
 class Controller:
@@ -184,7 +183,7 @@ class Controller:
             self._surprised()
         self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
-            spent = min(seconds, _JUMP * took) if self.by_clock else took + choice.reading
+            spent = min(seconds, JUMP * took) if self.by_clock else took + choice.reading
             self.memory.spare -= max(spent - committed / choice.best_speed, 0.0)
 
     def observe_off(self, rounds: int, seconds: float) -> None:

@@ -18,6 +18,7 @@ from .memory import LevelCosts, Memory
 from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 
 _SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
+JUMP = 100.0  # times the expected seconds of a round: more says that a clock has jumped, or the machine has slept
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 _ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
@@ -48,6 +49,10 @@ class Forecast(Generic[Numbers]):
     def lost(self, before: float, tokens: int, seconds: float) -> float:
         """Seconds that rounds lost beyond what was expected for their tokens, after one more of so many."""
         return max(before + seconds - _SLACK * self.seconds - tokens / self.speed, 0.0)
+
+    def may_take(self, seconds: float) -> bool:
+        """Whether so many seconds are the time of a round, and not of a clock that jumps."""
+        return 0.0 <= seconds <= JUMP * self.seconds
 
     def surprises(self, lost: float) -> bool:
         """Whether the plan is to be questioned because so many were lost."""

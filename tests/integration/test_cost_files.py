@@ -146,6 +146,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, model, probed,
     said = [line for line in caplog.messages if "are not kept for the next process" in line]
     assert len(said) == 1
     assert "name a folder in MLSPEC_CACHE" in said[0]
+    assert not any("kept costs are ignored" in line for line in caplog.messages)  # there are none
     assert len(probed) == 2
 
 

@@ -185,3 +185,19 @@ def test_what_calls_without_levels_took_is_expected_of_the_next_one():
     begun.correct_off(0, 0.0)
     begun.correct_off(100, 1e6)
     assert begun.off_speed > 280.0
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+@pytest.mark.parametrize("first", [OFF, FOUR], ids=["off", "four tokens"])
+def test_a_clock_that_jumps_is_in_no_speed(steered, first, jump):
+    """The round counts, and its time does not; all are told to the controller."""
+    steering, made, _ = steered(first)
+    stats = SpeculationStats()
+    for seconds in (0.001, 0.001, jump, 0.001, jump, *[0.001] * 15):
+        limits = steering.limits([[0] * 9], [64])
+        steering.observe(stats, limits, limits, limits, seconds)
+    steering.settle()
+    assert sum(plan.rounds for plan in stats.plans.values()) == 20
+    assert sum(plan.timed for plan in stats.plans.values()) == 18
+    assert sum(plan.seconds for plan in stats.plans.values()) == pytest.approx(0.018)
+    assert sum(made[0].rested) + len(made[0].rounds) == 20

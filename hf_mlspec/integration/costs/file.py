@@ -54,10 +54,10 @@ def write_json(path: Path, said: dict[str, Any]) -> None:
 
 def read(path: Path, machine: dict[str, str]) -> dict[str, PassCosts]:
     """Costs by their models' hashes. NotAProfile for a file that is none, or is of another machine or version, with
-    what differs; FileNotFoundError where there is none."""
+    what differs; FileNotFoundError or NotADirectoryError where there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the same to a reader: there is no such file
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise NotAProfile(f"{path} cannot be read: {error}") from error

@@ -148,7 +148,7 @@ class Steering:
         if choice.plan != self._told:
             told = plan.told(self.names, self.seen if windowed else 0)
             self._told, self._counts = choice.plan, stats.of_plan(told)
-        if usual:
+        if usual and forecast.may_take(seconds):
             off = tokens / choice.off_speed
             self._counts.count(tokens, seconds, forecast.tokens, forecast.seconds, off)
             self._question(choice, tokens, seconds)
@@ -172,6 +172,12 @@ class Steering:
         """One more round of "off"; the controller will be told of a clock that jumps as of a factor of two."""
         rounds, before, taken, limited = self._rested
         usual = self._off_seconds
+        if not self.choice.forecast.may_take(seconds):
+            self.settle()
+            self._counts.rounds += 1
+            self._tell(lambda controller: controller.observe_off(1, usual))
+            self._resting = True
+            return
         limited += min(max(seconds, 0.5 * usual), 2.0 * usual)
         self._rested = rounds + 1, before + tokens, taken + seconds, limited
 

@@ -1,0 +1,219 @@
+"""What do routed planes cost and keep, in the form of QAQ's Table 1: quality, latency and memory of five systems?
+
+    python -m eval.routing.table --model FOLDER/code-21m --router router.safetensors --data FOLDER --items 50
+    python -m eval.routing.table --quick
+
+BF16, static 8 and 4 planes, and planes that the router picks, all in memory or streamed on a budget. WikiText-2 is read
+in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the query, of
+WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities. Quality is
+measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over WikiText-2,
+the first token and the others are those of generate. Memory: of weights on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_mlspec
+from eval.records import machine
+from eval.sources import read_texts
+from hf_mlspec.evaluation.tasks.choices import piqa, winogrande
+from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.blocks import blocks_of
+from hf_mlspec.routing.passes import Routed
+from hf_mlspec.routing.router import Router
+
+_PROMPT = 64  # tokens of a prompt that is timed
+_MADE = "A quiet street, and a dog that sleeps in front of the baker's door until noon. "
+
+
+class Item(NamedTuple):
+    """Answers as (query, what follows it), in ids, and which one is right."""
+
+    answers: list[tuple[list[int], list[int]]]
+    gold: int
+
+
+class System(NamedTuple):
+    """A way to compute. bits: what the switch says, or None. router: what picks, or None."""
+
+    name: str
+    model: Any
+    bits: str | None = None
+    router: Router | None = None
+
+    def under(self, query: int, rows: int) -> AbstractContextManager:
+        """A pass of rows whose first so many tokens are the query."""
+        if self.router is not None:
+            return Routed(self.router, blocks_of(self.model), [query] * rows).over(self.model)
+        return nullcontext() if self.bits is None else hf_mlspec.precision_switch(self.model).at(self.bits)
+
+    @torch.no_grad()
+    def nats(self, rows: Tensor, query: int) -> Tensor:
+        """int64 ``[rows, tokens]`` -> float32 ``[rows]``: of all that follows the query."""
+        with self.under(query, len(rows)):
+            logits = self.model(input_ids=rows, use_cache=False).logits[:, query - 1 : -1].float()
+        return -F.log_softmax(logits, -1).gather(-1, rows[:, query:, None])[..., 0].sum(-1)
+
+    def held(self) -> int:
+        """Bytes of weights on the device; of static planes those that are read."""
+        planes = [own for own in self.model.modules() if isinstance(own, PlanesLinear)]
+        inside = {id(one) for own in planes for one in own.parameters()}
+        rest = sum(one.nbytes for one in self.model.parameters() if id(one) not in inside)
+        if planes and planes[0].source is not None:
+            return rest + planes[0].source.used
+        share = int(self.bits.removeprefix("planes")) / 8 if self.bits else 1.0
+        for own in planes:
+            parts = own.packed_weight()
+            rest += int(parts.weight_planes.nbytes * share) + parts.weight_scale.nbytes
+        return rest
+
+
+def seconds_of(device: torch.device) -> Callable[[], float]:
+    """The clock by which systems are compared."""
+    if device.type == "cpu":
+        return time.process_time
+
+    def now() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def items_of(found: Sequence[dict[str, Any]], tokenizer: Any, count: int) -> list[Item]:
+    """Of lm-eval's items, spread over all."""
+    items = []
+    for number in range(min(count, len(found))):
+        item = found[number * len(found) // min(count, len(found))]
+        pairs = [(item["prompt"], f" {choice}") for choice in item["choices"]] if "prompt" in item else [
+            (choice, f" {item['continuation']}") for choice in item["choices"]]  # fmt: skip
+        ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair) for pair in pairs]
+        if all(query and after for query, after in ids):
+            items.append(Item(ids, item["gold"]))
+    return items
+
+
+def accuracy(system: System, items: list[Item], device: torch.device) -> float:
+    """Share of items whose right answer is the likeliest."""
+    right = 0
+    for item in items:
+        nats = [
+            float(system.nats(torch.tensor([query + after], device=device), len(query)))
+            for query, after in item.answers
+        ]
+        right += min(range(len(nats)), key=nats.__getitem__) == item.gold
+    return right / max(len(items), 1)
+
+
+def measured(system: System, windows: Tensor, tasks: dict[str, list[Item]], args: argparse.Namespace) -> dict:
+    """A line of the table."""
+    now, query = seconds_of(args.device), windows.shape[1] // 2
+    begin = now()
+    nats = torch.cat([system.nats(part, query) for part in windows.split(8)])
+    found = {"name": system.name, "perplexity": float((nats.mean() / (windows.shape[1] - query)).exp()),
+             "pass_s": now() - begin}  # fmt: skip
+    found |= {name: accuracy(system, items, args.device) for name, items in tasks.items()}
+    if system.router is not None:
+        hf_mlspec.route(system.model, system.router)
+    times = {}
+    with nullcontext() if system.bits is None else hf_mlspec.precision_switch(system.model).at(system.bits):
+        for tokens in (1, 1 + args.new_tokens):
+            taken = []
+            for row in windows[: args.repeats + 1, :_PROMPT]:
+                begin = now()
+                system.model.generate(row[None], max_new_tokens=tokens, do_sample=False, eos_token_id=None,
+                                      pad_token_id=0, assistant_models=[])  # fmt: skip
+                taken.append(now() - begin)
+            times[tokens] = min(taken[1:])
+    if system.router is not None:
+        hf_mlspec.route(system.model, None)
+    each = (times[1 + args.new_tokens] - times[1]) / args.new_tokens
+    return found | {"first_token_ms": times[1] * 1e3, "token_ms": each * 1e3, "held_mb": system.held() / 1e6}
+
+
+def systems(args: argparse.Namespace) -> Iterator[System]:
+    """One after the other: the last one streams."""
+    how = {"dtype": torch.bfloat16, "device_map": str(args.device)}
+    yield System("BF16", AutoModelForCausalLM.from_pretrained(args.model, **how).eval())
+    planes = hf_mlspec.MLSpecConfig(format="planes", group_size=args.group_size)
+    model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=planes, **how).eval()
+    router = args.router and Router.load(args.router, blocks_of(model))
+    if router is None:
+        rows = torch.randint(3, model.config.vocab_size, (8, 16), device=args.device)
+        router = hf_mlspec.train_router(model, model, rows, hf_mlspec.RouterRecipe(4.5, steps=2, batch=4)).router
+    static = System("static 8", model, "planes8")
+    yield static
+    yield System("static 4", model, "planes4")
+    yield System("routed, all in memory", model, None, router)
+    whole = static.held()
+    dense = whole - sum(own.packed_weight().weight_planes.nbytes + own.packed_weight().weight_scale.nbytes
+                        for own in model.modules() if isinstance(own, PlanesLinear))  # fmt: skip
+    hf_mlspec.clear(model)
+    hf_mlspec.stream_planes(model, max(1, int((whole - dense) * args.share)), top_planes=args.top_planes)
+    yield System("routed, loaded on demand", model, None, router)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m eval.routing.table", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", metavar="FOLDER", help="dense (default: the demo target, with --quick)")
+    parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote for it (--quick: one made here)")
+    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande, as tasks/README.md says")
+    parser.add_argument("--quick", action="store_true", help="the demo target and a made text: shows that it runs")
+    numbers = {"items": 100, "windows": 64, "tokens": 128, "new_tokens": 32, "repeats": 3, "group_size": 128,
+               "top_planes": 4}  # fmt: skip
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
+    parser.add_argument("--share", type=float, default=0.75, help="of the planes' bytes, the budget (%(default)s)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines, too")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    args = parser().parse_args(words)
+    if args.quick:
+        args.model, args.group_size = args.model or str(hf_mlspec.demo_pair()[0]), 32
+    elif not (args.model and args.router and args.data):
+        raise SystemExit("table: give --model, --router and --data, or --quick")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    text = _MADE * 400 if args.quick else "\n".join(read_texts(Path(args.data) / "wikitext2" / "test.txt"))
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(args.windows, len(ids) // args.tokens)
+    step = len(ids) // args.tokens // count * args.tokens
+    rows = [ids[n * step : n * step + args.tokens] for n in range(count)]
+    windows = torch.tensor(rows, device=args.device)
+    tasks = {} if args.quick else {
+        name: items_of(read(args.data)["test"], tokenizer, args.items)
+        for name, read in (("piqa", piqa), ("winogrande", winogrande))
+    }  # fmt: skip
+    lines = [{"name": "machine", **machine.card(str(args.device))}]
+    table = Table(title="routed planes", title_justify="left")
+    for system in systems(args):
+        lines.append(measured(system, windows, tasks, args))
+        print(json.dumps(lines[-1]), flush=True)
+    for key in lines[1]:
+        table.add_column(key)
+    for one in lines[1:]:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values()))
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(lines, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
