@@ -19,8 +19,8 @@ def random_ids(batch: int, length: int = LENGTH) -> list[list[int]]:
 
 
 def check_levels(model: nn.Module, levels: list[str], within: float = 0.04) -> None:
-    """Each is what the modules compute, but for a share ``within`` of their magnitude, in steps with the same bits; and
-    the model's tensors stay."""
+    """Each is what the modules compute, but for a share ``within`` of it, in steps with the same bits; and the model's
+    tensors stay."""
     ids, before = random_ids(2), {key: tensor.clone() for key, tensor in model.state_dict().items()}
     decoder, switch = CudaDecoder(model), precision_switch(model)
     for level in levels:
