@@ -4,10 +4,10 @@
     python -m eval.routing.table --quick
 
 BF16, static 8 and 4 planes, and planes that the router picks, all in memory or streamed on a budget. WikiText-2 is
-read in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the query, of
-WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities. Quality is
-measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over WikiText-2,
-the first token and the others are those of generate. Memory: of weights on the device.
+read in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the
+query, of WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities.
+Quality is measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over
+WikiText-2, the first token and the others are those of generate. Memory: of weights on the device.
 """
 
 from __future__ import annotations
