@@ -139,12 +139,15 @@ def of_drafts(model: Any, tokenizer: Any, router: Router, args: Any) -> list[dic
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Line by line, the quickest first."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    load = {"dtype": torch.float32}
+    load = {"dtype": getattr(torch, args.dtype)}
     teacher = AutoModelForCausalLM.from_pretrained(args.model, **load).to(args.device)
     planes = hf_mlspec.MLSpecConfig(format="planes", group_size=args.group_size)
     model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=planes, **load).to(args.device)
     texts = {part: {kind: text_of(file) for kind, file in getattr(args, part).items()} for part in ("tune", "held")}
     args.router = router_for(model, teacher, tokenizer, texts["tune"], args)
+    if args.only_drafts:
+        yield from of_drafts(model, tokenizer, args.router, args)
+        return
     rows, kinds = rows_of(texts["held"], tokenizer, args.tokens, args.queries)
     rows = rows.to(args.device)
     held = Scorer(model, teacher, rows, args.query_tokens)
@@ -228,6 +231,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-bits", type=float, default=4.5, metavar="N", help="of a router trained here")
     parser.add_argument("--levels", nargs="*", default=["planes3", "planes4"], metavar="WORD",
                         help="fixed levels beside draft routing (default planes3 planes4)")
+    parser.add_argument("--only-drafts", action="store_true", help="nothing but --drafts")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the models run (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the lines, too")
     return parser

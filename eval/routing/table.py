@@ -1,13 +1,13 @@
 """What do routed planes cost and keep, in the form of QAQ's Table 1: quality, latency and memory of five systems?
 
-    python -m eval.routing.table --model FOLDER/code-21m --router router.safetensors --data FOLDER --items 50
+    python -m eval.routing.table --model FOLDER/code-21m --router router.safetensors --data FOLDER
     python -m eval.routing.table --quick
 
-BF16, static 8 and 4 planes, and planes that the router picks, all in memory or streamed on a budget. WikiText-2 is read
-in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the query, of
-WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities. Quality is
-measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over WikiText-2,
-the first token and the others are those of generate. Memory: of weights on the device.
+BF16, static 8 and 4 planes, and planes that the router picks, all in memory or streamed on a budget. WikiText-2 is
+read in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the
+query, of WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities.
+Quality is measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over
+WikiText-2, the first token and the others are those of generate. Memory: of weights on the device.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def systems(args: argparse.Namespace) -> Iterator[System]:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.routing.table", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", metavar="FOLDER", help="dense (default: the demo target, with --quick)")
-    parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote for it (--quick: one made here)")
-    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande, as tasks/README.md says")
+    parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote (--quick: one made here)")
+    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande (tasks/README.md)")
     parser.add_argument("--quick", action="store_true", help="the demo target and a made text: shows that it runs")
     numbers = {"items": 100, "windows": 64, "tokens": 128, "new_tokens": 32, "repeats": 3, "group_size": 128,
                "top_planes": 4}  # fmt: skip

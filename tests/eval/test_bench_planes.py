@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from eval.bench_planes.__main__ import main
 
 
@@ -26,3 +28,15 @@ def test_a_file_holds_what_memory_does_not(tmp_path):
     assert ids["ids_equal"]
     assert streamed["drafts_fetched_bytes"] > 0
     assert resident["name"] == "resident"
+
+
+@pytest.mark.slow
+def test_captured_rounds_and_kernels_are_timed(tmp_path):
+    out = tmp_path / "found.json"
+    small = ["--tokens", "12", "--rows", "1", "--repeats", "1", "--json", str(out)]
+    assert main(["--quick", "--part", "captured", "kernels", *small]) == 0
+    lines = json.loads(out.read_text())
+    rounds = [line for line in lines if "rounds" in line]
+    assert {line["name"].partition(",")[0] for line in rounds} == {"resident", "streamed"}
+    assert all(line["round_ms"] > 0 and line["drafting_ms"] > 0 for line in rounds)
+    assert {line["planes"] for line in lines if "kernels" in line} == {"resident", "streamed"}

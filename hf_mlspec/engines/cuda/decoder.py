@@ -163,11 +163,9 @@ class CudaDecoder:
             if self.sizes.no_mlp:
                 continue
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
+            parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
             own = at(bits, 2 * number + 1, normed)
-            if 0 < at_once < len(normed):
-                added = torch.cat([self._feed_forward(layer, part, own) for part in normed.split(at_once)])
-            else:
-                added = self._feed_forward(layer, normed, own)
+            added = _joined([self._feed_forward(layer, part, own) for part in parts])
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
@@ -274,6 +272,11 @@ def require_bfloat16(model: nn.Module, device: torch.device) -> None:
     dtype = table_dtype(model.get_input_embeddings())
     if dtype != torch.bfloat16:
         raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
+
+
+def _joined(parts: list) -> Tensor | ExpertRows:
+    """Of tokens one behind the other; what is whole as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def require_read(kept: CacheFormat | None, device: torch.device) -> None:
