@@ -187,11 +187,15 @@ def require_finite_floats(model: nn.Module, kept: dict[str, str], action: str = 
 
 
 def require_finite_float(name: str, weight: torch.Tensor, action: str) -> None:
-    """TypeError for integers and float64, ValueError for NaN or Inf, naming the tensor."""
+    """TypeError for integers and float64, ValueError for NaN or Inf, naming the tensor, and the expert of one of three
+    axes."""
     if weight.dtype not in mxfp4.INPUT_DTYPES:
         raise TypeError(f"{action}: {name} is {weight.dtype}, only float32, bfloat16 and float16 can be cast")
     low, high = torch.aminmax(weight)  # NaN propagates into both
     if not (torch.isfinite(low) and torch.isfinite(high)):
+        if weight.ndim == 3:
+            expert = int((~torch.isfinite(weight.flatten(1)).all(dim=1)).nonzero()[0])
+            return require_finite_float(f"{name} of expert {expert}", weight[expert], action)
         bad = int((~torch.isfinite(weight)).sum())
         raise ValueError(
             f"{action}: {name} holds {bad} NaN or Inf among {weight.numel()} values; repair the checkpoint"

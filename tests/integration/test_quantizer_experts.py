@@ -1,17 +1,23 @@
 """Are fused experts quantized while loading, saved and loaded as linear layers are, and never as anything else?"""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
+import hf_mlspec
 from hf_mlspec import MLSpecConfig, precision_switch
 from hf_mlspec.integration.quantizer.packing import packed_modules
 from hf_mlspec.nn.experts import PackedExperts
+from tests.models import tiny
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -163,3 +169,23 @@ def test_without_the_plugin_every_kind_of_model_stops(dense, tmp_path):
     ran = subprocess.run([sys.executable, "-c", STOCK, *map(str, folders)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["True"] * len(folders)
+
+
+def test_a_missing_expert_is_named(dense, tmp_path):
+    """By its tensor and number, where a file has one tensor an expert."""
+    folder = Path(shutil.copytree(dense["mixtral"], tmp_path / "copy"))
+    state, name = load_file(folder / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    del state[name]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    said = re.escape(name) + r" is missing from .*has 4 experts a layer, this one lacks 1 of its w1\.weight"
+    with pytest.raises(ValueError, match=said):
+        quantized(folder, FORMATS["int4"])
+
+
+def test_a_cast_names_the_expert_that_holds_nan():
+    model = tiny("qwen3_moe", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 1, 1] = torch.nan
+    said = r"direct_cast: model\.layers\.1\.mlp\.experts\.down_proj of expert 3 holds 1 NaN"
+    with pytest.raises(ValueError, match=said):
+        hf_mlspec.direct_cast(model, "mxfp4")

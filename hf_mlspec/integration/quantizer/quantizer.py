@@ -32,6 +32,7 @@ from ..streamed import device_of_map, stream_planes
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
+from .every_expert import require_every_expert
 from .nested_loading import (
     escapes_of,
     nest_loaded,
@@ -156,6 +157,7 @@ class MLSpecQuantizer(PackedQuantizer):
         config.modules_to_not_convert = sorted(kept)
         sources = source_parameters(model)
         if checkpoint is not None:
+            require_every_expert(checkpoint, model)
             require_sources(checkpoint, model, sources)
         self._quantize = QuantizeTensor(config, len(sources))
 
