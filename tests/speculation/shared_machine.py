@@ -50,8 +50,8 @@ class Shared(Simulated):
         return self.idle
 
     def _round(self, *given: object) -> tuple[list[int], list[int]]:
-        late = 2.5 if self.noise.random() < 0.04 else 1.0
-        self.busy = self.call * late * self.noise.lognormvariate(0.0, 0.12)
+        usual = self.call * self.noise.lognormvariate(0.0, 0.12)
+        self.busy = 2.5 * usual if self.noise.random() < 0.04 else usual
         return super()._round(*given)
 
     def _spend(self, seconds: float) -> None:

@@ -332,6 +332,6 @@ def test_on_a_shared_machine_short_calls_are_seldom_slower(monkeypatch):
              (("lookup",), (0.3,), 1.0), (("cast", "draft"), (0.8, 0.3), 1.8)]  # fmt: skip
     measured = [ratios(("memory", *cell, 8), 32, seeds=1) for cell in cells]
     found = [(median(calls), best) for calls, best in measured]
-    assert min(auto for auto, _ in found) > 0.9
+    assert min(auto for auto, _ in found) > 0.85
     assert geometric_mean([auto for auto, _ in found]) > 1.0
     assert geometric_mean([auto / best for auto, best in found]) > 0.93
