@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import product
+from statistics import geometric_mean, median
 
 import pytest
+from shared_machine import ratios
 from simulated import Simulated, costs
 
 from hf_mlspec.speculation.controller import Controller
@@ -321,3 +323,15 @@ def test_slow_rounds_of_off_ask_for_no_other_choice():
     for _ in range(20):
         controller.observe([0, 0], [0, 0], [0, 0], 2.0 * controller.forecast.seconds)
     assert controller._left == 50
+
+
+def test_on_a_shared_machine_short_calls_are_seldom_slower(monkeypatch):
+    """Times that say too much, and levels that take longer than was measured: see shared_machine.py."""
+    monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: 0.0)
+    cells = [(("cast",), (0.7,), 1.0), (("draft",), (0.02,), 1.8), (("draft",), (0.65,), 1.8),
+             (("lookup",), (0.3,), 1.0), (("cast", "draft"), (0.8, 0.3), 1.8)]  # fmt: skip
+    measured = [ratios(("memory", *cell, 8), 32, seeds=1) for cell in cells]
+    found = [(median(calls), best) for calls, best in measured]
+    assert min(auto for auto, _ in found) > 0.85
+    assert geometric_mean([auto for auto, _ in found]) > 1.0
+    assert geometric_mean([auto / best for auto, best in found]) > 0.93
