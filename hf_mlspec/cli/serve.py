@@ -41,6 +41,7 @@ def run_serve(args: argparse.Namespace) -> int:
         backend = serve_model(model, tokenizer, levels, options, http.end)
         http.begin(options.setup(model, tokenizer))
         host, port = listening.getsockname()[:2]
+        listening.close()  # HTTP has it: when that takes no more, nobody is to wait for an answer
         print(f"mlspec serve: {options.name} on http://{host}:{port}", file=sys.stderr, flush=True)
         http.run(backend)
     return 0

@@ -28,6 +28,7 @@ _PATHS = {"/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat
 _PAGE = (("/", "index.html", "text/html"), ("/page.css", "page.css", "text/css"),
          ("/page.js", "page.js", "text/javascript"))  # fmt: skip
 _TO_SAY_SO = 5.0  # seconds that an answer which took too long has to say so
+_THROWN_AWAY = 16  # times the largest body
 _LOG = logging.getLogger("mlspec.serving")
 
 
@@ -207,10 +208,17 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _body(request: Request, most: int) -> dict[str, Any]:
-    """The JSON object that was sent. ApiError 413 for one that is too large, 400 for what is none."""
+    """The JSON object that was sent. ApiError 413 for one that is too large, 400 for what is none.
+
+    Of a body that says that it is too large some times as many bytes are read and thrown away: where a connection is
+    closed before all has come, whoever sends it may lose the answer. Not of one that waits to be told to send.
+    """
     large = ApiError(413, f"the body of a request has at most {most} bytes", code="request_too_large")
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told) > most:
+        if int(told) <= _THROWN_AWAY * most and not request.headers.get("expect"):
+            async for _ in request.stream():
+                pass
         raise large
     read = bytearray()
     async for part in request.stream():

@@ -212,8 +212,9 @@ class Backend:
         now = time.perf_counter()
         next_round, self._round = 2 * now - self._round, now
         due = {id(event.request): event.request for event in told if self._gained(event, now)}
-        late = {one.every for one in self._untold.values() if next_round - one.heard >= one.every}
-        due |= {key: one for key, one in self._untold.items() if one.every in late}
+        others = {key: one for key, one in self._untold.items() if key not in due}
+        late = {one.every for one in others.values() if next_round - one.heard >= one.every}
+        due |= {key: one for key, one in others.items() if one.every in late}
         if due or now - self._counted >= _UNCOUNTED:
             self._count(now)
         if due:

@@ -28,3 +28,9 @@ def test_other_tokens_are_an_error(bench):
     ways = {"one": lambda: {"ms": 1.0, "tokens": [1]}, "other": lambda: {"ms": 1.0, "tokens": [2]}}
     with pytest.raises(AssertionError, match="other tokens"):
         bench.measure("gap", ways, bench.parse(["--quick"]))
+
+
+def test_a_shape_has_no_folder(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--shape", "tiny", "--model", "folder"])
+    assert "--shape" in capsys.readouterr().err

@@ -49,3 +49,9 @@ def test_limits_the_wrong_way_round(bench, capsys):
     with pytest.raises(SystemExit):
         bench.parse(["--shortest", "9", "--longest", "3"])
     assert "1 <= shortest <= longest" in capsys.readouterr().err
+
+
+def test_a_shape_has_no_folder(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--shape", "tiny", "--model", "folder"])
+    assert "--shape" in capsys.readouterr().err

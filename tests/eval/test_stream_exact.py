@@ -34,3 +34,9 @@ def test_a_wrong_token_is_a_mismatch(exact, monkeypatch, capsys):
     monkeypatch.setattr(exact, "alone", lambda *given: [*right(*given)[:-1], -1])
     assert exact.main(["--streams", "1"]) == 1
     assert "instead of" in capsys.readouterr().out
+
+
+def test_a_target_needs_its_draft(exact, capsys):
+    with pytest.raises(SystemExit):
+        exact.parse(["--model", "folder"])
+    assert "--draft" in capsys.readouterr().err

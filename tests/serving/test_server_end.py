@@ -176,8 +176,16 @@ def command(tmp_path):
     process.wait()
 
 
+def _listens(process: psutil.Process, port: int) -> bool:
+    found = process.net_connections("tcp")
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
+
 def test_the_command_serves_and_a_signal_ends_it(command):
     process, port = command
+    first = psutil.Process(process.pid)
+    assert not _listens(first, port)  # else who comes when HTTP takes no more would wait for the end of all answers
+    assert any(_listens(one, port) for one in first.children())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": "Bearer secret"}
     chat = {"model": "demo", "messages": [{"role": "user", "content": "def f():"}], "max_tokens": 400, "stream": True,

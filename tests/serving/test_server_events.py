@@ -94,6 +94,21 @@ def test_a_round_is_one_call_whatever_it_brought(telling):
     assert tuple(map(sum, zip(*wrote, strict=True))) == (90, 90)
 
 
+def test_streams_that_began_apart_are_told_in_the_same_rounds(telling):
+    backend, clock, _, heard = telling
+    early, late, all_rounds = tickets(backend, early=0.1, late=0.1, all_rounds=0.0)
+    for number in range(30):
+        clock.now += 0.01
+        backend._tell([gains(one, number) for one in (early, late)[: 1 + (number >= 5)]])
+    assert [len(news.tokens) for news in heard["early"]] == [1, 9, 9, 9]
+    assert [len(news.tokens) for news in heard["late"]] == [1, 4, 9, 9]  # its first token at once, then with `early`
+    assert heard.calls == 5
+    clock.now += 0.01
+    backend._tell([gains(one, 30) for one in (early, all_rounds)])
+    assert len(heard["all_rounds"]) == 1
+    assert len(heard["early"]) == 4  # who is told every round brings nobody with it
+
+
 def test_levels_are_told_to_whom_they_matter(telling):
     backend, _, _, heard = telling
     plain, coloured = Ticket("plain", [5]), Ticket("coloured", [5], levels=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -105,6 +106,19 @@ def test_a_megabyte_is_413_and_read_no_further(server):
     require_error((response.status, json.loads(response.read())), 413)
     connection.close()
     assert server.ask(TEXT, GOOD)[0] == 200
+
+
+def test_who_closes_behind_a_megabyte_reads_413_too(server):
+    """With bytes that nobody has read the connection would be reset, and the answer lost."""
+    large = json.dumps({**GOOD, "prompt": "x" * 3_000_000}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(large)}\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(head.encode() + large)
+            with client.makefile("rb") as answer:
+                read = answer.read()
+        assert read.startswith(b"HTTP/1.1 413 ")
+        assert b"1000000" in read
 
 
 def test_a_model_without_a_chat_template_says_what_to_do(server):
