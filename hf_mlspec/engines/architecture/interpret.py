@@ -267,7 +267,7 @@ def _heads(
     if attending is None:
         heads = getattr(config, "num_attention_heads", None)
         if heads is None:
-            return 1, 1, 2, None
+            return 1, 1, 16, None  # of which the attention kernels of GPUs take multiples
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return heads, named(config, entry, "kv_heads"), head_dim, None
     attention, block = _part(layers[attending], entry.attention), blocks[attending]
