@@ -77,13 +77,8 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
             cut = [part.split(asked) if len(part) else [part] * len(kept) for part in parts]
             for r in (r for r, on in enumerate(own) if on):
                 found[r] = tuple(part[r] for part in cut)
-        best, confidence, logits = zip(*(own for own in found if own), strict=True) if ways else self._nothing()
+        best, confidence, logits = zip(*(own for own in found if own), strict=True)
         return torch.cat(best), torch.cat(confidence), torch.cat(logits)
-
-    def _nothing(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """What a call that feeds no row gives."""
-        none = torch.empty(0)
-        return [none.long()], [none], [none.view(0, self.decoder.vocab_size)]
 
 
 def why_not_compiled(model: nn.Module, decoder: CpuDecoder) -> str:
