@@ -44,7 +44,7 @@ TIMES_ROOMS = {
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/rotations/": ("hf_mlspec.calibration",),
-    "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.formats", "hf_mlspec.nn"),
+    "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.evaluation.tasks", "hf_mlspec.formats", "hf_mlspec.nn"),
 }
 BANNED_WORDS = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager", "tools"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 40

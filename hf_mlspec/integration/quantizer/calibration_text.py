@@ -36,17 +36,7 @@ def rows_of(
         _require_name(calibration)
         texts: Iterator[str] = iter([_read(Path(calibration), "calibration file")])
     else:
-        rows = iter(calibration)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError("calibration is empty: give text or rows of token ids")
-        rows = chain([first], rows)
-        if isinstance(first, Mapping):
-            column = next((name for name in ("input_ids", "text") if name in first), None)
-            if column is None:
-                raise ValueError(f'rows of the data set have {sorted(first)}, but no column "text" or "input_ids"')
-            rows = (row[column] for row in rows)
-            first = first[column]
+        first, rows = _column(iter(calibration))
         if not isinstance(first, str):
             return list(rows)
         texts = rows
@@ -57,6 +47,20 @@ def rows_of(
     if not callable(tokenizer):
         raise TypeError(f"tokenizer is {tokenizer!r}: give the tokenizer itself, as of AutoTokenizer.from_pretrained")
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
+
+
+def _column(rows: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first row and all of them: of a data set's rows the column of ids or of text."""
+    first = next(rows, None)
+    if first is None:
+        raise ValueError("calibration is empty: give text or rows of token ids")
+    rows = chain([first], rows)
+    if not isinstance(first, Mapping):
+        return first, rows
+    column = next((name for name in ("input_ids", "text") if name in first), None)
+    if column is None:
+        raise ValueError(f'rows of the data set have {sorted(first)}, but no column "text" or "input_ids"')
+    return first[column], (row[column] for row in rows)
 
 
 def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = None) -> list[int]:
