@@ -12,7 +12,7 @@ from typing import Any
 from ...calibration.samples import require_counts, windows
 from .encoded_text import encode
 
-_LONGEST_NAME = 4096  # characters of a path, where systems have a limit
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes of a path and of a part of it, where systems have a limit
 
 
 def rows_of(
@@ -71,7 +71,8 @@ def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = Non
 def _require_name(calibration: str | os.PathLike) -> None:
     """ValueError for a text in place of a file's name."""
     said = os.fspath(calibration)
-    if "\n" in said or len(said) > _LONGEST_NAME:
+    whole = os.fsencode(said)
+    if "\n" in said or len(whole) > _LONGEST_PATH or any(len(own) > _LONGEST_NAME for own in whole.split(b"/")):
         raise ValueError(f"calibration is a text of {len(said)} characters, not the name of a file: give a list of "
                          "texts, [text]")  # fmt: skip
 
