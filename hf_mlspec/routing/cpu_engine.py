@@ -67,6 +67,8 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CpuEngine` does, a call for all rows that read the same planes."""
         ends, ways = list(accumulate(counts)), dict.fromkeys(tuple(self.chosen[r]) for r, n in enumerate(kept) if n)
+        if not ways:  # all rows rest
+            return super()._scored(tokens, counts, starts, kept, *wanted)
         found: list[tuple[Tensor, ...]] = [()] * len(kept)
         for widths in ways:
             own = [n and tuple(self.chosen[r]) == widths for r, n in enumerate(kept)]
