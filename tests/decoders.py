@@ -6,6 +6,7 @@ Small, seeded, with no weight at 0 or 1.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -262,6 +263,16 @@ class Lanes:
     @staticmethod
     def _ints(numbers) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=torch.int32)
+
+
+def joined_linears(model: nn.Module, decoder: CudaDecoder) -> list[tuple[Callable, list[nn.Module]]]:
+    """What multiplies in the layers of a Llama's decoder, and the modules whose outputs it computes, side by side."""
+    pairs = []
+    for own, layer in zip(model.model.layers, decoder._layers, strict=True):
+        attention, mlp = own.self_attn, own.mlp
+        pairs += [(layer.qkv, [attention.q_proj, attention.k_proj, attention.v_proj]), (layer.o, [attention.o_proj])]
+        pairs += [(layer.gate_up, [mlp.gate_proj, mlp.up_proj]), (layer.down, [mlp.down_proj])]
+    return pairs
 
 
 def packed_layers(model: nn.Module) -> list[tuple[str, PackedLinear]]:

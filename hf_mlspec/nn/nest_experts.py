@@ -29,7 +29,9 @@ def nest_experts(
     dense = model.get_submodule(path)
     nested = NestedExperts(dense, "nested", switch, path)
     requires_grad = any(getattr(dense, key).requires_grad for key in nested.names)
-    ways = {key: _Projection(dense, nested, key, codebook, f"{path}.{key}") for key in nested.names}
+    # Both projections or neither: a module is in tiles as a whole.
+    own = not nested.original.transposed and all(can_nest_in_place(dense, 1, key) for key in nested.names)
+    ways = {key: _Projection(dense, nested, key, codebook, f"{path}.{key}", own) for key in nested.names}
     for key, way in ways.items():
         if why := too_many_escapes(way.escapes, nested.original.num_experts, *nested.original.sizes[key]):
             return f"{key}: {why}"
@@ -50,9 +52,10 @@ def nest_experts(
 class _Projection:
     """One projection of all experts on its way, in its own memory or beside it."""
 
-    def __init__(self, dense: nn.Module, nested: NestedExperts, key: str, codebook: str, name: str) -> None:
-        """Reads the weight and changes nothing."""
-        own = not nested.original.transposed and can_nest_in_place(dense, 1, key)
+    def __init__(
+        self, dense: nn.Module, nested: NestedExperts, key: str, codebook: str, name: str, own: bool
+    ) -> None:  # fmt: skip
+        """Reads the weight and changes nothing. own: in its own memory."""
         rows = nested.rows_of(dense, key)
         self._rows, self._shape = rows if own else None, (nested.original.num_experts, *nested.original.sizes[key])
         self._in_place = NestingInPlace(rows, codebook, name) if own else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoders import joined_linears
 from models import prompts, tiny
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats.zipper import MODES
 from hf_mlspec.integration.scoring import token_logprobs
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -55,6 +57,27 @@ def test_low_parts_of_4_bits_meet_integers_as_in_the_modules(tmp_path, family, p
             expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
             torch.testing.assert_close(scores.logprobs, expected, rtol=2e-2, atol=2e-2)
             assert not torch.equal(scores.logprobs, other.logprobs)
+
+
+@pytest.mark.parametrize("mode", ["paper", "clamp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_decoder_of_devices_multiplies_what_the_modules_do(tmp_path, dtype, mode):
+    """Bit for bit, at every precision."""
+    model = zipper(tmp_path, dtype, mode=mode)
+    decoder, switch = CudaDecoder(model), hf_mlspec.precision_switch(model)
+    found = {}
+    levels = ["zipper", "zipper-low"]
+    levels += ["zippera8", "zipper-lowa8", "zippera4", "zipper-lowa4"] if mode == "paper" else []
+    for level in levels:
+        for number, (multiply, modules) in enumerate(joined_linears(model, decoder)):
+            x = torch.randn(17, modules[0].in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
+            with torch.no_grad(), switch.at(level):
+                expected = torch.cat([module(x) for module in modules], dim=-1)
+                found[level, number] = multiply(x, switch.bits)
+            assert torch.equal(found[level, number], expected), level
+    for number in range(len(found) // len(levels)):
+        own = [found[level, number] for level in levels]
+        assert not any(torch.equal(one, other) for i, one in enumerate(own) for other in own[:i])
 
 
 def test_chains_over_integers_write_what_the_target_writes_alone(tmp_path):

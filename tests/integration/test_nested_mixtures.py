@@ -67,19 +67,23 @@ def test_nested_and_back_bit_for_bit(kind):
     assert not experts_of(model)
 
 
-def test_experts_take_no_more_than_their_exponents(monkeypatch):
-    """On the CPU they are nested where they lie; the tensor of a holder outside is left alone."""
+@pytest.mark.parametrize("key", KEYS)
+def test_experts_take_no_more_than_their_exponents(key, monkeypatch):
+    """On the CPU they are nested where they lie; where someone outside holds one projection, neither is."""
     in_place = []
     monkeypatch.setattr(nest_in_place.NestingInPlace, "tiles", lambda self, tiles=nest_in_place.NestingInPlace.tiles:
                         in_place.append(1) or tiles(self))
     model = tiny("qwen3_moe", dtype=BF16)
-    held = model.model.layers[0].mlp.experts.down_proj
+    before, expected = bits(model), write(model)
+    held = getattr(model.model.layers[0].mlp.experts, key)
     kept, size = held.detach().clone(), sum(p.nbytes for p in model.model.layers[1].mlp.experts.parameters())
     hf_mlspec.nest(model)
     assert torch.equal(held, kept)
     linears = sum(isinstance(module, hf_mlspec.nn.nested.NestedLinear) for module in model.modules())
-    assert len(in_place) == linears + 3
+    assert len(in_place) == linears + 2
+    assert torch.equal(write(model, "nested"), expected)
     assert sum(p.nbytes for p in experts_of(model)[1].parameters()) <= 1.017 * size + 100
+    assert same_bits(bits(hf_mlspec.unnest(model)), before)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])

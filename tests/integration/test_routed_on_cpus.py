@@ -111,6 +111,10 @@ def test_what_a_choice_fails_with_is_raised_and_the_next_call_chooses(model, mon
     with pytest.raises(IndexError):
         engine.feed(ROWS[:2])
     assert engine.chosen == [None, None]
+    for width in (0, 9):
+        monkeypatch.setattr(engine.router, "choose", lambda place, features, width=width: [width])
+        with pytest.raises(ValueError, match=f"{width} planes were picked for block 0: its weights have 1 to 8"):
+            engine.feed(ROWS[:2])
     monkeypatch.undo()
     assert engine.feed(ROWS[:2]).equal(engine_of(model, 2).feed(ROWS[:2]))
 

@@ -91,11 +91,15 @@ class CpuDecoder:
 
     def choose_widths(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> list[int]:
         """`choose_widths` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
-        what it raises is raised as it is."""
+        what it raises is raised as it is. ValueError for planes that the weights do not have."""
+        known = {own.weight for own in self.bit_choices}
 
         def chosen(block: int, inputs: Tensor) -> int:
             try:
-                return choose(block, inputs)
+                if (width := choose(block, inputs)) not in known:  # nobody looks behind the border
+                    told = f"{width} planes were picked for block {block}: its weights have 1 to {max(known)}"
+                    raise ValueError(told)
+                return width
             except BaseException as error:
                 keep_failure(error)
                 return -1

@@ -1,6 +1,7 @@
 // How does a GPU send tokens to experts without the host? Logits, then the largest of each token, then the pairs in order of experts.
 //
 // Kernels that write a plan let no other start before they have ended: products read it at once, while they still wait for their inputs.
+// What was written is seen without that wait only behind a fence, by every thread that wrote.
 //
 // A logit is summed by one warp: lane l takes inputs 8 l .. 8 l + 7 of every 256, lanes are added in a tree: an order of its own,
 // however many tokens there are. Which place a pair has among those of its expert may differ from run to run; it moves no bit.
@@ -233,6 +234,7 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
     to[3 * item] = 0, to[3 * item + 1] = 0, to[3 * item + 2] = 0;
   for (int pair = threadIdx.x; pair < pairs; pair += kPlanThreads)
     if (is_here(p.experts[pair])) p.plan[atomicAdd(counts + p.experts[pair], 1)] = pair;
+  __threadfence();
 }
 
 template <int kPerLane>
@@ -272,6 +274,7 @@ __global__ void __launch_bounds__(kRouteThreads) route_token_kernel(const __grid
     p.experts[rank] = experts[rank], p.plan[rank] = rank;
     item[0] = experts[rank], item[1] = rank, item[2] = 1;
   }
+  __threadfence();
 #endif
 }
 
