@@ -59,7 +59,7 @@ def test_tokens_of_mamba_are_those_of_the_plain_op_with_one_set_of_bits(sizes, n
 @pytest.mark.parametrize("added", [False, True], ids=["delta", "mamba"])
 @pytest.mark.parametrize("sizes", LONG, ids=str)
 def test_long_prompts_have_the_bits_of_steps(sizes, added):
-    """Prompts are run by a kernel of their own: of 64 tokens and more, up to states that are behind some of them."""
+    """Of 64 tokens and more, up to states that are behind some of them."""
     kinds = [lambda **how: added_numbers(torch.bfloat16, sizes, normed=sizes[3], **how),
              lambda **how: numbers(torch.bfloat16, sizes, **how)]  # fmt: skip
     qkvz, ba, net = kinds[not added](device="cuda")

@@ -11,9 +11,6 @@ constexpr int kScanWarps = 2;
 constexpr int kFewHeads = 128;    // of all rows, up to which warps have half the columns: else multiprocessors would be idle
 constexpr int kMostTokenBlocks = 1024;
 constexpr int kCopied = 512;      // elements that a warp keeps of a token
-constexpr int kStaged = 8;        // tokens whose keys and values a block has in shared memory at once, of prompts
-constexpr int kStages = 4;        // so many times: three are on their way while one is run
-constexpr int kFromTokens = 64;   // in calls of at least so many tokens a row
 
 template <int kRows>
 __device__ __forceinline__ void load_rows(const float* from, float (&to)[kRows]) {
@@ -89,13 +86,6 @@ struct StatePart {
   }
 };
 
-// What a block of the scan reads of a token, in shared memory: key, query, values of its columns, decay, beta, product.
-template <int kRows, int kColumns>
-struct StagedToken {
-  static constexpr int kPadded = kRows * kKeyGroups, kBlockColumns = kScanWarps * kColumnLanes * kColumns;
-  float keys[2 * kPadded], values[kBlockColumns], weights[2], product, unused;
-};
-
 // What a lane reads of a token: rows of its key and query, values of its columns, decay and beta, and what key times query is.
 template <int kRows, int kColumns>
 struct ScanToken {
@@ -110,13 +100,6 @@ struct ScanToken {
     if (!asks) return;
     load_rows<kRows>(keys + kRows * kKeyGroups, q);
     product = a.products[slot * a.key_heads + key_head];
-  }
-
-  __device__ __forceinline__ void read(const StagedToken<kRows, kColumns>& from, int first, int own_column) {
-    load_rows<kRows>(from.keys + first, k);
-    load_rows<kRows>(from.keys + from.kPadded + first, q);
-    load_columns<kColumns>(from.values + own_column, v);
-    weights = make_float2(from.weights[0], from.weights[1]), product = from.product;
   }
 };
 
@@ -174,77 +157,6 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_kernel(mlspec_cu
     }
     float* const to = mixed + int64_t(p - span.start) * a.value_heads * a.value_dim;
     scan_token<kAdds>(own, token, skip, p >= span.start, mine && group == 0 ? to : nullptr);
-  }
-  if (span.end == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
-}
-
-// The same scan of a long span, the same sums in the same order: tokens come ahead in shared memory, as reading one from memory takes longer
-// than running it.
-template <bool kAdds, int kRows, int kColumns>
-__global__ void __launch_bounds__(kScanWarps* kWarp) delta_scan_staged_kernel(mlspec_cuda_delta a) {
-  using Staged = StagedToken<kRows, kColumns>;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  Staged* const ring = reinterpret_cast<Staged*>(shared_bytes);
-  launch_dependents();
-  const int row = blockIdx.z, head = blockIdx.y, lane = threadIdx.x % kWarp, group = lane / kColumnLanes;
-  const int block_column = blockIdx.x * Staged::kBlockColumns;
-  const int own_column = ((threadIdx.x / kWarp) * kColumnLanes + lane % kColumnLanes) * kColumns, column = block_column + own_column;
-  const int key_head = head / (a.value_heads / a.key_heads), first = group * kRows;
-  wait_for_previous_kernel();
-  const DeltaSpan span = span_of(a, row);
-  const bool mine = column < a.value_dim;
-  float* const state = a.states + (int64_t(row) * a.value_heads + head) * a.key_dim * a.value_dim + (mine ? column : 0);
-  float* const mixed = a.mixed + (int64_t(row) * a.width * a.value_heads + head) * a.value_dim + column;
-  const int64_t slots = int64_t(row) * (a.window + a.width) - span.begin;
-  StatePart<kRows, kColumns> own;
-  own.fill(span.lost ? __int_as_float(0x7FC00000) : 0.f);
-  if (span.begin > 0 && !span.lost) own.load(state, first, a.key_dim, a.value_dim);
-  const int settled = (a.settles == MLSPEC_STATE_AT_END ? span.end : span.start) - a.behind;
-  const bool settles = a.settles != MLSPEC_STATE_KEEP && settled > span.begin && mine;
-  const float skip = kAdds ? a.skip[head] : 0.f;
-  const int values_here = min(Staged::kBlockColumns, a.value_dim - block_column);
-  constexpr int kThreads = kScanWarps * kWarp, kKeyFours = 2 * Staged::kPadded / 4;
-  constexpr bool kAhead = kRows <= 16;
-  const int fours = kKeyFours + values_here / 4;
-  const auto fetch = [&](int stage, int from) {  // a group of copies, also where there is nothing left
-    for (int item = threadIdx.x; item < kStaged * (fours + 3); item += kThreads) {
-      const int t = item / (fours + 3), part = item % (fours + 3), p = from + t;
-      if (p >= span.end) continue;
-      Staged& to = ring[stage * kStaged + t];
-      const int64_t slot = slots + p;
-      if (part < kKeyFours)
-        copy_16(shared_address(&to.keys[4 * part]), a.keys + (slot * a.key_heads + key_head) * 2 * Staged::kPadded + 4 * part);
-      else if (part < fours)
-        copy_16(shared_address(&to.values[4 * (part - kKeyFours)]),
-                a.values + (slot * a.value_heads + head) * a.value_dim + block_column + 4 * (part - kKeyFours));
-      else if (part < fours + 2)
-        copy_4(shared_address(&to.weights[part - fours]), a.weights + (slot * a.value_heads + head) * 2 + part - fours);
-      else if (p >= span.start)
-        copy_4(shared_address(&to.product), a.products + slot * a.key_heads + key_head);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage, span.begin + stage * kStaged);
-  for (int from = span.begin, stage = 0; from < span.end; from += kStaged, stage = (stage + 1) % kStages) {
-    wait_for_copies<kStages - 2>();
-    __syncthreads();
-    fetch((stage + kStages - 1) % kStages, from + (kStages - 1) * kStaged);  // in place of what all have run
-    const int end = min(from + kStaged, span.end);
-    ScanToken<kRows, kColumns> token, next;
-    if constexpr (kAhead) next.read(ring[stage * kStaged], first, own_column);
-#pragma unroll 2
-    for (int p = from; p < end; ++p) {
-      if (p == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
-      const bool asks = p >= span.start;
-      if constexpr (kAhead) {
-        token = next;
-        if (p + 1 < end) next.read(ring[stage * kStaged + p + 1 - from], first, own_column);
-      } else {
-        token.read(ring[stage * kStaged + p - from], first, own_column);
-      }
-      float* const to = mixed + int64_t(p - span.start) * a.value_heads * a.value_dim;
-      scan_token<kAdds>(own, token, skip, asks, asks && mine && group == 0 ? to : nullptr);
-    }
   }
   if (span.end == settled && settles) own.store(state, first, a.key_dim, a.value_dim);
 }
@@ -337,13 +249,6 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
-template <bool kAdds, int kRows, int kColumns>
-const char* launch_scan(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how, RowGrid grid) {
-  if (a.width < kFromTokens) return launch_rows(how, grid, delta_scan_kernel<kAdds, kRows, kColumns>, a);
-  grid.shared_bytes = kStages * kStaged * sizeof(StagedToken<kRows, kColumns>);
-  return launch_rows(how, grid, delta_scan_staged_kernel<kAdds, kRows, kColumns>, a);
-}
-
 template <int kRows, int kColumns>
 const char* launch_columns(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
   const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width), columns = kScanWarps * kColumnLanes * kColumns;
@@ -354,7 +259,8 @@ const char* launch_columns(const mlspec_cuda_delta& a, const mlspec_cuda_row_lau
                            {dim3(blocks_for(a.value_heads + blocks_for(kept, kCopied), kUnits), unsigned(a.width), batch), kUnits * kWarp}};
   const char* wrong = launch_rows(how, grids[0], delta_tokens_kernel, a, kRows * kKeyGroups);
   if (wrong) return wrong;
-  wrong = a.skip ? launch_scan<true, kRows, kColumns>(a, how, grids[1]) : launch_scan<false, kRows, kColumns>(a, how, grids[1]);
+  wrong = a.skip ? launch_rows(how, grids[1], delta_scan_kernel<true, kRows, kColumns>, a)
+                 : launch_rows(how, grids[1], delta_scan_kernel<false, kRows, kColumns>, a);
   if (wrong || !a.skip) return wrong ? wrong : launch_rows(how, grids[2], delta_finish_kernel, a);
   const int groups = a.value_heads * a.value_dim / a.normed;
   const RowGrid added{dim3(groups + blocks_for(channels_of(a) + a.value_heads, kCopied), unsigned(a.width), batch), kUnits * kWarp};
