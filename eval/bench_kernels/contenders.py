@@ -114,7 +114,6 @@ class Weights:
         planes = parts.planes.repeat(1, self.out_features // SLAB, 1)
         return ops.prepack_planes(planes, self.repeated(parts.scale))
 
-
     def lut_tiles(self, bits: int) -> tuple[Tensor, Tensor]:
         """Tiles of planes and of tables: the means of 2^bits equal shares of a row's weights in their order."""
         order = self.slab.argsort(1).argsort(1) * 2**bits // self.in_features
@@ -215,8 +214,8 @@ def our_lut(w: Weights, bits: int) -> Contender:
 
     make = lambda copies: Ours(w.lut_tiles(bits), run, copies)  # noqa: E731
     nbytes = w.elements * bits // 8 + w.out_features * 2**bits * 2
-    return Contender(f"{bits} planes with tables x bf16", nbytes, make, ours=True,
-                     largest_error=OF_TWO_PLANES if bits < 4 else LARGEST_ERROR)
+    most = OF_TWO_PLANES if bits < 4 else LARGEST_ERROR
+    return Contender(f"{bits} planes with tables x bf16", nbytes, make, ours=True, largest_error=most)
 
 
 def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
@@ -255,11 +254,11 @@ def high_parts(w: Weights, mode: str) -> list[Contender]:
         return found
     codes, step = zipper.split(slab.codes(), slab.how)[1], slab.weight_scale.float() * slab.how.high_unit
     given = w.repeated(codes), w.repeated(step)
+    terms = int(given[0].count_nonzero())
     return [
         *found,
         Contender(f"{mode}, dense tables", w.elements // 4, lambda copies: DenseTables(*given, copies), slab=high),
-        Contender(f"{mode}, signed rows", int(given[0].count_nonzero()) * 2, lambda copies: SignedRows(*given, copies),
-                  slab=high),
+        Contender(f"{mode}, signed rows", terms * 2, lambda copies: SignedRows(*given, copies), slab=high),
         _dequantized(w, codes, step, high),
         *_by_value(w, slab),
     ]
@@ -286,9 +285,7 @@ def _by_value(w: Weights, slab: ZipperWeight) -> list[Contender]:
     split = torch.cat([slab.weight_split, step.flatten().view(torch.int32), rows.starts, rows.terms])
     values = outliers.float() * slab.weight_scale.float()
 
-    def run(x, split):
-        return ops.zipper_high_linear(x, torch.zeros(len(x), w.out_features), split)
-
+    run = lambda x, split: ops.zipper_high_linear(x, torch.zeros(len(x), w.out_features), split)  # noqa: E731
     whole = w.repeated(values)
     csr_bytes = int(whole.count_nonzero()) * 12 + w.out_features * 8
     return [

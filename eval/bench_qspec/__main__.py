@@ -51,7 +51,8 @@ PARTS = {"decode": "throughput, latency, acceptance by batch size and gamma",
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_qspec", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of the BF16 model, quantized while loading (the demo pair's)")
+    parser.add_argument("--model", help="folder of the BF16 model, quantized while loading (the demo pair's), or of a "
+                        "model that `mlspec quantize` wrote, whose BF16 form is then not measured")
     parser.add_argument("--prompts", type=Path, action="append", default=[], metavar="FILE",
                         help="text with one prompt a line, .jsonl or .json of HumanEval, GSM8K ...; may be repeated")
     parser.add_argument("--draft", action="append", default=[], metavar="PATH[@mxfp4]", help="an ordinary draft")
@@ -78,11 +79,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     missing = next((path for path in (args.model, *args.prompts) if path and not Path(path).exists()), None)
     if missing:
         parser.error(f"{missing} does not exist")
+    args.quantized = bool(args.model) and is_quantized(Path(args.model))
+    if args.quantized and (args.asymmetric or args.group_size != 128):
+        parser.error(f"{args.model} is quantized already: leave --group-size and --asymmetric out")
     args.draft = [str(Path(word).resolve()) if "/" in word else word for word in args.draft]
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
+
+
+def is_quantized(folder: Path) -> bool:
+    config = folder / "config.json"
+    return config.is_file() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def encoded(args: argparse.Namespace, folder: str) -> dict[str, list[list[int]]]:
@@ -108,9 +117,13 @@ def batches_of(rows: list[list[int]], sizes: list[int], most: int | None) -> dic
             for size in sizes}
 
 
-def chosen(args: argparse.Namespace) -> list[Contender]:
+def chosen(args: argparse.Namespace, target: Target) -> list[Contender]:
+    """The contenders asked for, without what a folder that is quantized does not have: BF16 weights, or a product of
+    weights that are dequantized first (of format int4 alone)."""
     drafts = args.draft or ([] if args.model else [str(hf_mlspec.demo_pair()[1])])
     found = contenders(args.gamma, drafts, args.draft_threshold)
+    multiplies = hf_mlspec.precision_switch(target.int4).record.multiplies
+    found = [one for one in found if (one.quantized or not args.quantized) and one.multiply in multiplies]
     names = args.only or [""]
     return [one for one in found if one.name in (ALONE, DEQUANT) or any(name in one.name for name in names)]
 
@@ -131,7 +144,7 @@ class Lines:
 
 
 def bench_decoding(args: argparse.Namespace, target: Target, by_size: dict[int, list], lines: Lines, show) -> None:
-    found, probe = chosen(args), machine.ReadProbe()
+    found, probe = chosen(args, target), machine.ReadProbe()
     for size, batches in by_size.items():
         takes, reads = measure(target, found, batches, max_new_tokens=args.max_new_tokens, repeats=args.repeats,
                                probe=probe)
@@ -141,7 +154,8 @@ def bench_decoding(args: argparse.Namespace, target: Target, by_size: dict[int, 
 
 def bench_memory(args: argparse.Namespace, target: Target, by_size: dict[int, list], lines: Lines) -> None:
     """With the typical gamma, at every batch size; without w4a8 and w4a4 alone, which hold what w4a16 holds."""
-    found = [one for one in chosen(args) if one.gamma in (None, typical(args.gamma)) and one.name not in LIKE_ALONE]
+    gammas = None, typical(args.gamma)
+    found = [one for one in chosen(args, target) if one.gamma in gammas and one.name not in LIKE_ALONE]
     with tempfile.TemporaryDirectory() as folder:
         target.int4.save_pretrained(folder)
         for size, batches in by_size.items():
@@ -212,7 +226,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    target = Target(folder, {"group_size": args.group_size, "symmetric": not args.asymmetric})
+    settings = {"group_size": args.group_size, "symmetric": not args.asymmetric}
+    target = Target(folder, None if args.quantized else settings)
     lines = Lines(args.json, common(args, target))
     if lines.common["not_prepared"] is not None:
         show(f"NOT PREPARED, nothing here runs compiled steps: {lines.common['not_prepared']}", markup=False)

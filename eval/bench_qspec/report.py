@@ -26,7 +26,7 @@ def _summary(batch: int, one: Contender, takes: list[Take], alone: dict[str, lis
     tokens = sum(take.tokens for take in takes)
     row = {"kind": "decode", "batch": batch, "contender": one.name, "gamma": one.gamma, "reference": one.reference,
            "takes": len(takes), "tokens": tokens, "tokens_per_second": _rate(takes, rounds),
-           "over": {name: _ratio(takes, alone[name]) for name in (ALONE, DEQUANT)},
+           "over": {name: _ratio(takes, alone[name]) if name in alone else None for name in (ALONE, DEQUANT)},
            "tokens_per_pass": tokens / max(sum(take.row_passes for take in takes), 1),
            "rows_per_pass": sum(take.row_passes for take in takes) / max(sum(take.passes for take in takes), 1),
            "target_pass_ms": _per(takes, "target_seconds", sum(take.passes for take in takes)),

@@ -30,7 +30,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_mlspec
 from eval.records import machine
 from eval.sources import read_texts
-from hf_mlspec.evaluation.tasks.choices import piqa, winogrande
+from hf_mlspec.evaluation.tasks.choices import (
+    HELLASWAG,
+    arc_challenge,
+    arc_easy,
+    arc_sources,
+    hellaswag,
+    piqa,
+    winogrande,
+)
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.passes import Routed
@@ -119,13 +127,43 @@ def accuracy(system: System, items: list[Item], device: torch.device) -> float:
     return right / max(len(items), 1)
 
 
-def measured(system: System, windows: Tensor, tasks: dict[str, list[Item]], args: argparse.Namespace) -> dict:
-    """A line of the table."""
-    now, query = seconds_of(args.device), windows.shape[1] // 2
-    begin = now()
+def windows_of(text: str, tokenizer: Any, args: argparse.Namespace) -> Tensor:
+    """int64 ``[windows, tokens]``, spread over a text. ValueError for one that is too short."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(args.windows, len(ids) // args.tokens)
+    if not count:
+        raise ValueError(f"a text of {len(ids)} tokens has no window of {args.tokens}: give a longer one")
+    step = len(ids) // args.tokens // count * args.tokens
+    return torch.tensor([ids[n * step : n * step + args.tokens] for n in range(count)], device=args.device)
+
+
+def tasks_of(data: str, tokenizer: Any, count: int) -> dict[str, list[Item]]:
+    """PIQA and WinoGrande, and ARC and HellaSwag where their files are."""
+    reads = {"piqa": piqa, "winogrande": winogrande}
+    for name, read, source in (("arc_easy", arc_easy, arc_sources("ARC-Easy")["test"]),
+                               ("arc_challenge", arc_challenge, arc_sources("ARC-Challenge")["test"]),
+                               ("hellaswag", hellaswag, HELLASWAG["test"])):  # fmt: skip
+        if source.find(Path(data)) is not None:
+            reads[name] = read
+    return {name: items_of(read(data)["test"], tokenizer, count) for name, read in reads.items()}
+
+
+def perplexity(system: System, windows: Tensor) -> float:
+    """Of the second half of each window, behind the first."""
+    query = windows.shape[1] // 2
     nats = torch.cat([system.nats(part, query) for part in windows.split(8)])
-    found = {"name": system.name, "perplexity": float((nats.mean() / (windows.shape[1] - query)).exp()),
-             "pass_s": now() - begin}  # fmt: skip
+    return float((nats.mean() / (windows.shape[1] - query)).exp())
+
+
+def measured(
+    system: System, windows: Tensor, tasks: dict[str, list[Item]], args: argparse.Namespace, ptb: Tensor | None = None
+) -> dict:
+    """A line of the table."""
+    now = seconds_of(args.device)
+    begin = now()
+    found = {"name": system.name, "perplexity": perplexity(system, windows), "pass_s": now() - begin}
+    if ptb is not None:
+        found["ptb"] = perplexity(system, ptb)
     found |= {name: accuracy(system, items, args.device) for name, items in tasks.items()}
     if system.router is not None:
         hf_mlspec.route(system.model, system.router)
@@ -171,7 +209,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.routing.table", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", metavar="FOLDER", help="dense (default: the demo target, with --quick)")
     parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote (--quick: one made here)")
-    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande (tasks/README.md)")
+    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande, and arc and hellaswag "
+                        "if you have them (tasks/README.md)")
+    parser.add_argument("--ptb", type=Path, metavar="FILE", help="PTB's test text: its perplexity, too")
     parser.add_argument("--quick", action="store_true", help="the demo target and a made text: shows that it runs")
     numbers = {"items": 100, "windows": 64, "tokens": 128, "new_tokens": 32, "repeats": 3, "group_size": 128,
                "top_planes": 4}  # fmt: skip
@@ -191,19 +231,13 @@ def main(words: list[str] | None = None) -> int:
         raise SystemExit("table: give --model, --router and --data, or --quick")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     text = _MADE * 400 if args.quick else "\n".join(read_texts(Path(args.data) / "wikitext2" / "test.txt"))
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    count = min(args.windows, len(ids) // args.tokens)
-    step = len(ids) // args.tokens // count * args.tokens
-    rows = [ids[n * step : n * step + args.tokens] for n in range(count)]
-    windows = torch.tensor(rows, device=args.device)
-    tasks = {} if args.quick else {
-        name: items_of(read(args.data)["test"], tokenizer, args.items)
-        for name, read in (("piqa", piqa), ("winogrande", winogrande))
-    }  # fmt: skip
+    windows = windows_of(text, tokenizer, args)
+    ptb = args.ptb and windows_of("\n".join(read_texts(args.ptb)), tokenizer, args)
+    tasks = {} if args.quick else tasks_of(args.data, tokenizer, args.items)
     lines = [{"name": "machine", **machine.card(str(args.device))}]
     table = Table(title="routed planes", title_justify="left")
     for system in systems(args):
-        lines.append(measured(system, windows, tasks, args))
+        lines.append(measured(system, windows, tasks, args, ptb))
         print(json.dumps(lines[-1]), flush=True)
     for key in lines[1]:
         table.add_column(key)

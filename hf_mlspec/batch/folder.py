@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ..checkpoints.whole_file import written_whole
 from ..evaluation.changed import what_changed
 from ..evaluation.journal import Journal
 
+_LEFT = re.compile(r"part-\d+\.jsonl\.[0-9a-f]{16}")  # a name of `written_whole`; others are not ours
 _IDENTITY = "worker"  # the journal's item of what the first worker was
 
 
@@ -28,8 +30,9 @@ class OutputFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / "job.jsonl").exists():
             raise ValueError(f"OUTPUT {path!r} holds other files: name a new folder, or one of this job")
         self._journal = Journal(self.path / "job.jsonl", asked, elsewhere="name another OUTPUT")
-        for left in self.path.glob("part-*.jsonl.*"):  # of a process that was killed while it wrote
-            left.unlink()
+        for left in self.path.glob("part-*.jsonl.*"):
+            if _LEFT.fullmatch(left.name):  # by a process that was killed while it wrote
+                left.unlink()
 
     def __enter__(self) -> OutputFolder:
         return self

@@ -28,7 +28,7 @@ class FinishedBlocks:
     def __init__(self, folder: str | os.PathLike, identity: dict[str, Any]) -> None:
         self.folder = Path(folder)
         file = self.folder / _IDENTITY
-        identity = json.loads(json.dumps(identity))
+        self._identity = identity = json.loads(json.dumps(identity))
         if file.exists() and not self._is_empty(_stored(file), identity):
             _require_same(self.folder, _stored(file), identity)
             return
@@ -63,7 +63,9 @@ class FinishedBlocks:
         return tensors, report
 
     def write(self, index: int, tensors: dict[str, Tensor], report: list[dict]) -> None:
-        """Keep a block; whatever happens while it is written, it is there whole or not at all."""
+        """Keep a block; whatever happens while it is written, it is there whole or not at all. ValueError where
+        another calibration has taken the folder, which it may before the first block."""
+        _require_same(self.folder, _stored(self.folder / _IDENTITY), self._identity)
         file = self._file(index)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         told = {_REPORT: json.dumps(report), _CHECKSUMS: json.dumps(checksums(whole))}

@@ -108,7 +108,7 @@ def device_of_map(device_map: Any) -> Any:
     if device_map is None:
         return None
     places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    words = {"auto", "balanced", "balanced_low_0", "sequential"} & {str(place) for place in places}
+    words = {"auto", "balanced", "balanced_low_0", "sequential", "disk"} & {str(place) for place in places}
     if words or len(places) != 1:
         said = ", ".join(sorted(words or {str(place) for place in places}))
         raise ValueError(

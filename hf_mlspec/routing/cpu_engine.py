@@ -6,6 +6,7 @@ planes of every block; rows that read alike share one.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -48,10 +49,11 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
         self._reserve(len(row))
         only = [int(other == r) for other in range(batch)]
         where = [len(row) * own for own in only], [0] * batch, only
+        begin = time.perf_counter()
         self.chosen[r] = self.decoder.choose_widths(
             self.cache.kv, row, *where, self.draft_window, choose=self._width_of
         )
-        self.forwards += 1
+        self._count(1, time.perf_counter() - begin)
         self.lengths[r] = len(row) - 1
 
     def _width_of(self, block: int, inputs: Tensor) -> int:
@@ -65,6 +67,8 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CpuEngine` does, a call for all rows that read the same planes."""
         ends, ways = list(accumulate(counts)), dict.fromkeys(tuple(self.chosen[r]) for r, n in enumerate(kept) if n)
+        if not ways:  # all rows rest
+            return super()._scored(tokens, counts, starts, kept, *wanted)
         found: list[tuple[Tensor, ...]] = [()] * len(kept)
         for widths in ways:
             own = [n and tuple(self.chosen[r]) == widths for r, n in enumerate(kept)]

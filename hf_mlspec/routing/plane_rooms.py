@@ -125,6 +125,12 @@ class CpuRoom:
         self._held: list[Tensor | None] = []
         self._resident: set[int] = set()
         self._reader = ThreadPoolExecutor(1, "mlspec-planes")
+        try:
+            self._reader.submit(int).result()  # its thread is there before the first fetch needs it
+        except RuntimeError as error:
+            raise OSError(
+                f"no thread can be started to read planes ahead ({error}): free memory, or let more threads run"
+            ) from error
 
     @staticmethod
     def needed(sizes: list[Sizes], top: int, slots: int) -> int:

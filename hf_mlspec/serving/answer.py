@@ -79,7 +79,7 @@ class Answer:
                 left -= sum(step.finish_reason is not None for step in steps)
                 if steps:
                     yield steps
-                if error is not None:
+                if error is not None and left:  # else the answer was whole when its time was over
                     raise error
         finally:
             self.cancel()

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .endpoint import Endpoint, Reply
 from .errors import ApiError, failed
@@ -29,6 +30,7 @@ _PAGE = (("/", "index.html", "text/html"), ("/page.css", "page.css", "text/css")
          ("/page.js", "page.js", "text/javascript"))  # fmt: skip
 _TO_SAY_SO = 5.0  # seconds that an answer which took too long has to say so
 _THROWN_AWAY = 16  # times the largest body
+_NOBODY = 499  # the status of an answer that nobody reads
 _LOG = logging.getLogger("mlspec.serving")
 
 
@@ -159,6 +161,10 @@ def _say_errors(app: FastAPI) -> None:
         said = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         return JSONResponse(said.body(), error.status_code, headers=error.headers)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_NOBODY)
+
     @app.exception_handler(Exception)
     async def unforeseen(_: Request, error: Exception) -> Response:
         return JSONResponse(failed(f"{type(error).__name__}: {error}").body(), 500)
@@ -192,7 +198,7 @@ async def _whole(request: Request, reply: Reply) -> Response:
     try:
         await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=_NOBODY)
         return JSONResponse(answered.result())
     finally:
         reply.answer.cancel()

@@ -62,7 +62,7 @@ def run(source: Source, place: Path, workers: list[Echo], told=lambda lines: Non
 
 
 def lines(place: Path) -> list[int]:
-    return [json.loads(line)["line"] for file in sorted(place.glob("part-*")) for line in file.open()]
+    return [json.loads(line)["line"] for file in sorted(place.glob("part-*.jsonl")) for line in file.open()]
 
 
 def contents(place: Path) -> dict[str, bytes]:
@@ -123,12 +123,14 @@ def test_a_run_goes_on_where_another_one_ended(source, tmp_path):
     done = contents(tmp_path / "out")
     assert 3 <= len(done) <= 4
     (tmp_path / "out" / "part-00007.jsonl.0123456789abcdef").write_text("half a")  # of a process that was killed
+    packed = tmp_path / "out" / "part-00000.jsonl.gz"  # of whoever reads the answers
+    packed.write_text("packed")
     second = Echo()
     summary = run(source, tmp_path / "out", [second])
     assert summary.before == 5 * len(done)
     assert second.answered == list(range(summary.before + 1, 48))
     assert lines(tmp_path / "out") == list(range(1, 48))
-    assert not list((tmp_path / "out").glob("*.jsonl.*"))
+    assert list((tmp_path / "out").glob("*.jsonl.*")) == [packed]
     again = run(source, tmp_path / "out", [third := Echo()])
     assert (again.before, again.lines, again.new_tokens, third.loads) == (47, 47, 94, 0)
     (tmp_path / "out" / "part-00002.jsonl").unlink()

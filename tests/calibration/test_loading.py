@@ -140,6 +140,7 @@ def test_what_does_not_fit_together_is_refused_by_the_config(given, words):
     ({"calibration": TEXTS, "samples": 0}, ValueError, "samples is 0, it must be a positive number"),
     ({"calibration": ROWS, "samples": 0}, ValueError, "samples is 0, it must be a positive number"),
     ({"calibration": TEXTS[0]}, ValueError, r"calibration is a text of \d+ characters, not the name of a file"),
+    ({"calibration": "word " * 60}, ValueError, "calibration is a text of 300 characters, not the name of a file"),
     ({"calibration": [TEXTS[0], 5]}, TypeError, r"calibration\[1\] is a int, and calibration\[0\] is a text"),
     ({"calibration": "nowhere.txt"}, ValueError, "calibration file 'nowhere.txt' does not exist"),
     ({"calibration": [[3, 300]]}, ValueError, "holds token 300, the model has 258"),

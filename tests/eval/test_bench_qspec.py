@@ -7,7 +7,11 @@ import json
 import math
 
 import pytest
+import torch
 from programs import program
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import hf_mlspec
 
 pytestmark = pytest.mark.usefixtures("from_the_root")
 
@@ -157,6 +161,45 @@ def test_more_rows_than_prompts_are_refused(qspec_run, capsys):
     with pytest.raises(SystemExit):
         program("bench_qspec").main(["--model", "no/such/folder"])
     assert "no/such/folder does not exist" in capsys.readouterr().err
+
+
+def test_a_quantized_folder_is_measured_as_it_is(qspec_run, tmp_path, capsys):
+    folder, source = tmp_path / "quantized", qspec_run.model
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    text = ["def f(x): return x\n" * 200]
+    hf_mlspec.quantize(model, "gptq", calibration=text, tokenizer=tokenizer, samples=2, tokens=32, group_size=32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    bench, prompts = program("bench_qspec"), qspec_run.file.parent / "words.jsonl"
+    asked = ["--model", str(folder), "--prompts", str(prompts), "--quick", "--threads", "1", "--count", "3",
+             "--json", str(qspec_run.file), "--only", "QSpec w4a4"]
+    assert bench.main(asked) == 0
+    found = [line for line in map(json.loads, qspec_run.file.read_text().splitlines()) if line["kind"] == "decode"]
+    assert {line["contender"] for line in found} == {"w4a16", "w4a16 dequant", "QSpec w4a4"}  # there is no w16a16
+    assert all(line["rows_differing"] == 0 for line in found if line["reference"])
+    with pytest.raises(SystemExit):
+        bench.main([*asked, "--asymmetric"])
+    assert "is quantized already: leave --group-size and --asymmetric out" in capsys.readouterr().err
+
+
+def test_weights_that_are_never_dequantized_whole_have_no_such_contender(qspec_run):
+    bench, contenders = program("bench_qspec"), program("bench_qspec.contenders")
+    args = bench.parse(["--model", str(qspec_run.model), "--quick"])
+    plain, mixed = ({one.name for one in bench.chosen(args, _target(contenders, by))} for by in ("rtn", "atom"))
+    assert plain - mixed == {"w4a16 dequant", "QSpec dequant, w4a8"}
+    one = contenders.Contender("w4a16", "w4a16")
+    take = contenders.Take(1, 1.0, 1, 1, 1.0, 0, 0.0, [[1]], hf_mlspec.SpeculationStats([]))
+    over = program("bench_qspec.report").summaries(1, {one: [take]}, 1)[0]["over"]
+    assert over == {"w4a16": pytest.approx(1), "w4a16 dequant": None}
+
+
+def _target(contenders, method: str):
+    config = LlamaConfig(vocab_size=32, hidden_size=256, intermediate_size=256, num_hidden_layers=1,
+                         num_attention_heads=2)
+    target = contenders.Target("no folder", None)
+    target.int4 = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    hf_mlspec.quantize(target.int4, method, calibration=[[number % 32 for number in range(400)]], samples=2, tokens=32)
+    return target
 
 
 def test_the_picture_is_drawn_of_lines(qspec_run, monkeypatch):

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
 import torch
 
-from eval.routing.table import System, accuracy, items_of, main
+from eval.routing.table import System, accuracy, items_of, main, tasks_of, windows_of
 
 
 @pytest.mark.slow
 def test_five_systems_are_measured(tmp_path):
-    out = tmp_path / "found.json"
-    assert main(["--quick", "--windows", "2", "--new-tokens", "2", "--repeats", "1", "--json", str(out)]) == 0
+    out, ptb = tmp_path / "found.json", tmp_path / "ptb.txt"
+    ptb.write_text("the company said it expects N million shares \n" * 200)
+    assert main(["--quick", "--windows", "2", "--new-tokens", "2", "--repeats", "1", "--json", str(out),
+                 "--ptb", str(ptb)]) == 0  # fmt: skip
     _, *lines = json.loads(out.read_text())
     assert [line["name"] for line in lines] == [
         "BF16", "static 8", "static 4", "routed, all in memory", "routed, loaded on demand"
     ]  # fmt: skip
     held = {line["name"]: line["held_mb"] for line in lines}
     assert held["static 4"] < held["routed, loaded on demand"] < held["routed, all in memory"] == held["static 8"]
+    assert all(1 < line["ptb"] != line["perplexity"] for line in lines)
     assert lines[3]["perplexity"] == pytest.approx(lines[4]["perplexity"], rel=1e-4)
 
 
@@ -45,3 +49,32 @@ def test_the_right_answer_is_the_one_whose_tokens_are_likeliest():
     assert items[0].answers == [([97, 98], [32, 122]), ([97, 98], [32, 97])]
     assert items[1].answers[0] == ([97], [32, 99])
     assert accuracy(Fixed("made up", None), items, torch.device("cpu")) == 0.5
+
+
+def test_tasks_are_those_whose_files_are_there(tmp_path):
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "winogrande").mkdir()
+    (tmp_path / "piqa" / "valid.jsonl").write_text(json.dumps({"goal": "a", "sol1": "b", "sol2": "c"}))
+    (tmp_path / "piqa" / "valid-labels.lst").write_text("1\n")
+    item = {"sentence": "a _ b", "option1": "x", "option2": "y", "answer": "1"}
+    (tmp_path / "winogrande" / "dev.jsonl").write_text(json.dumps(item))
+    assert list(tasks_of(str(tmp_path), Words(), 1)) == ["piqa", "winogrande"]
+    (tmp_path / "hellaswag").mkdir()
+    item = {"activity_label": "Run", "ctx_a": "A man", "ctx_b": "then", "endings": ["a", "b", "c", "d"], "label": 2}
+    (tmp_path / "hellaswag" / "hellaswag_val.jsonl").write_text(json.dumps(item))
+    arc = tmp_path / "arc" / "ARC-Easy"
+    arc.mkdir(parents=True)
+    choices = [{"text": "x", "label": "A"}, {"text": "y", "label": "B"}]
+    item = {"question": {"stem": "s", "choices": choices}, "answerKey": "B"}
+    (arc / "ARC-Easy-Test.jsonl").write_text(json.dumps(item))
+    found = tasks_of(str(tmp_path), Words(), 1)
+    assert list(found) == ["piqa", "winogrande", "arc_easy", "hellaswag"]
+    assert [items[0].gold for items in found.values()] == [1, 0, 1, 2]
+    assert len(found["hellaswag"][0].answers) == 4
+
+
+def test_a_text_without_a_window_is_named():
+    args = argparse.Namespace(windows=4, tokens=8, device=torch.device("cpu"))
+    assert windows_of("a" * 33, Words(), args).shape == (4, 8)
+    with pytest.raises(ValueError, match="a text of 7 tokens has no window of 8"):
+        windows_of("a" * 7, Words(), args)

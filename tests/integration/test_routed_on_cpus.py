@@ -89,6 +89,9 @@ def test_a_row_that_rests_chooses_nothing(model):
     assert engine.chosen[1] is None
     assert not found[1].any()
     assert found[2].any()
+    assert not engine.feed(ROWS, alive=[False] * 3).any()
+    assert engine.chosen[1] is None
+    assert engine.feed(ROWS)[0].equal(found[0])
 
 
 def test_a_prompt_of_more_tokens_than_a_pass_takes_is_chosen_for_as_a_whole(model):

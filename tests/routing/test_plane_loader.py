@@ -6,6 +6,8 @@ import copy
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -367,9 +369,9 @@ def test_settings_are_checked_before_anything_is_read(settings, message):
         hf_mlspec.MLSpecConfig(**settings)
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"model": "cpu", "lm_head": "disk"}])
+@pytest.mark.parametrize("device_map", ["auto", {"model": "cpu", "lm_head": "disk"}, {"": "disk"}])
 def test_maps_that_spread_a_model_are_refused_by_name(device_map):
-    with pytest.raises(ValueError, match=r"device_map says|device_map sends"):
+    with pytest.raises(ValueError, match=r"device_map says (auto|.*disk), .* plane_folder for offload_folder"):
         AutoModelForCausalLM.from_pretrained(
             hf_mlspec.demo_pair()[0], device_map=device_map,
             quantization_config=hf_mlspec.MLSpecConfig(format="planes", group_size=32, plane_budget="6GiB"),
@@ -390,3 +392,62 @@ def test_a_full_disk_is_known_before_anything_is_written(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="has room for 1,000 bytes"):
         hf_mlspec.stream_planes(demo(), "6GiB", folder=tmp_path)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_host_without_room_for_a_thread_is_an_error_and_changes_nothing(resident, monkeypatch, tmp_path):
+    model = copy.deepcopy(resident)
+
+    def full(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(OSError, match="no thread can be started to read planes ahead"):
+            hf_mlspec.stream_planes(model, "6GiB", folder=tmp_path)
+    assert source_of(model) is None
+    assert not list(Path(tmp_path).iterdir())
+    assert model(IDS).logits.equal(resident(IDS).logits)
+
+
+_SHORT_OF_MEMORY = """
+import resource, sys
+import torch
+from transformers import AutoModelForCausalLM
+import hf_mlspec
+
+torch.set_num_threads(1)
+planes = hf_mlspec.MLSpecConfig(format="planes", group_size=32)
+model = AutoModelForCausalLM.from_pretrained(hf_mlspec.demo_pair()[0], dtype=torch.float32, quantization_config=planes)
+ids = torch.arange(5, 21)[None]
+options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0, "assistant_models": []}
+wanted = model.generate(ids, **options)
+hf_mlspec.clear(model)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 1_000_000, -1))
+try:
+    hf_mlspec.stream_planes(model, 6_000_000, top_planes=3, folder=sys.argv[1])
+except OSError as error:
+    print("refused:", error)
+print(model.generate(ids, **options).equal(wanted))
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+hf_mlspec.stream_planes(model, 6_000_000, top_planes=3, folder=sys.argv[1])
+print(model.generate(ids, **options).equal(wanted))
+hf_mlspec.clear(model)
+counts = next(own.source for own in model.modules() if getattr(own, "source", None) is not None).counts
+print(counts.fetched_bytes, counts.hits, counts.ahead, counts.late)
+hf_mlspec.stream_planes(model, None)
+print(model.generate(ids, **options).equal(wanted))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_memory_keeps_its_model(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _SHORT_OF_MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, *said = done.stdout.splitlines()
+    assert refused.startswith("refused: ")
+    assert said == ["True", "True", "0 0 0 0", "True"]
+    assert not list(tmp_path.iterdir())

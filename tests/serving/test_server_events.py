@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ pytest.importorskip("fastapi", reason="the packages of the extra serve are not i
 from servers import Running
 
 from hf_mlspec import Completion, NewTokens
+from hf_mlspec.serving.answer import Answer
 from hf_mlspec.serving.backend import Backend, Ticket
+from hf_mlspec.serving.errors import ApiError
 from hf_mlspec.serving.messages import Ended, News
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -134,3 +137,36 @@ def test_rounds_longer_than_the_time_between_events_are_told_at_once(telling):
         clock.now += 0.05
         backend._tell([gains(one, number)])
     assert [news.tokens for news in heard["one"]] == [[0], [1], [2], [3], [4]]
+
+
+class Telling:
+    """A backend's end that tells some news of the only request, and then that its time is over."""
+
+    def __init__(self, *news: News) -> None:
+        self.news, self.cancelled = news, []
+
+    async def submit(self, asks, listener) -> None:
+        asks[0].number = 0
+        for one in (*self.news, None):
+            listener(one)
+
+    def cancel(self, numbers: list[int]) -> None:
+        self.cancelled += numbers
+
+
+async def told_of(end: Telling) -> list[list[int]]:
+    asked = SimpleNamespace(return_levels=False, top_logprobs=None, options={})
+    answer = Answer(end, asked, 1000.0, 0.0)
+    answer.add([5], 9, None, SimpleNamespace(add=lambda tokens: [], rest=list))
+    await answer.start()
+    return [[token for step in steps for token in step.tokens] async for steps in answer.steps()]
+
+
+def test_an_answer_that_is_whole_when_its_time_is_over_is_no_failure():
+    whole = Telling(News(0, [7]), News(0, [8], end=Ended("length")))
+    assert asyncio.run(told_of(whole)) == [[7, 8]]
+    assert whole.cancelled == []
+    cut = Telling(News(0, [7]))
+    with pytest.raises(ApiError, match="took longer than a request may"):
+        asyncio.run(told_of(cut))
+    assert cut.cancelled == [0]

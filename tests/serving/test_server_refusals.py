@@ -121,6 +121,15 @@ def test_who_closes_behind_a_megabyte_reads_413_too(server):
         assert b"1000000" in read
 
 
+@pytest.mark.parametrize("said", [500, 3_000_000], ids=["short", "too large"])
+def test_who_leaves_in_the_middle_of_a_body_is_no_failure_of_the_server(server, said):
+    left = f'mlspec_requests_total{{path="{TEXT}",status="499"}}'
+    before = server.metric(left)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {said}\r\n\r\n{{".encode())
+    server.until(lambda: server.metric(left) == before + 1)
+
+
 def test_a_model_without_a_chat_template_says_what_to_do(server):
     template, server.chat_tokenizer.chat_template = server.chat_tokenizer.chat_template, None
     try:

@@ -86,14 +86,14 @@ def _blank_filled(record: Record) -> dict[str, Any]:
 
 
 def arc_easy(data: str | None = None, **_: Any) -> dict[str, Any]:
-    return _splits(_arc_sources("ARC-Easy"), data, _arc_items)
+    return _splits(arc_sources("ARC-Easy"), data, _arc_items)
 
 
 def arc_challenge(data: str | None = None, **_: Any) -> dict[str, Any]:
-    return _splits(_arc_sources("ARC-Challenge"), data, _arc_items)
+    return _splits(arc_sources("ARC-Challenge"), data, _arc_items)
 
 
-def _arc_sources(part: str) -> dict[str, Source]:
+def arc_sources(part: str) -> dict[str, Source]:
     return {split.lower(): Source((f"arc/{part}/{part}-{split}.jsonl",), f"{part}/{part}-{split}.jsonl of "
                                   "ARC-V1-Feb2018.zip (allenai.org/data/arc)", _ARC) for split in ("Train", "Test")}
 

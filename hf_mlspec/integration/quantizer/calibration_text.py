@@ -12,7 +12,7 @@ from typing import Any
 from ...calibration.samples import require_counts, windows
 from .encoded_text import encode
 
-_LONGEST_NAME = 4096  # characters of a path, where systems have a limit
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes of a path and of a part of it, where systems have a limit
 
 
 def rows_of(
@@ -36,17 +36,7 @@ def rows_of(
         _require_name(calibration)
         texts: Iterator[str] = iter([_read(Path(calibration), "calibration file")])
     else:
-        rows = iter(calibration)
-        first = next(rows, None)
-        if first is None:
-            raise ValueError("calibration is empty: give text or rows of token ids")
-        rows = chain([first], rows)
-        if isinstance(first, Mapping):
-            column = next((name for name in ("input_ids", "text") if name in first), None)
-            if column is None:
-                raise ValueError(f'rows of the data set have {sorted(first)}, but no column "text" or "input_ids"')
-            rows = (row[column] for row in rows)
-            first = first[column]
+        first, rows = _column(iter(calibration))
         if not isinstance(first, str):
             return list(rows)
         texts = rows
@@ -59,6 +49,20 @@ def rows_of(
     return windows(_stream(texts, tokenizer, samples * tokens), samples, tokens, seed)
 
 
+def _column(rows: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first row and all of them: of a data set's rows the column of ids or of text."""
+    first = next(rows, None)
+    if first is None:
+        raise ValueError("calibration is empty: give text or rows of token ids")
+    rows = chain([first], rows)
+    if not isinstance(first, Mapping):
+        return first, rows
+    column = next((name for name in ("input_ids", "text") if name in first), None)
+    if column is None:
+        raise ValueError(f'rows of the data set have {sorted(first)}, but no column "text" or "input_ids"')
+    return first[column], (row[column] for row in rows)
+
+
 def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = None) -> list[int]:
     """The ids of a text file, without special tokens; with ``most`` its first."""
     return encode(_read(Path(file), "text file"), tokenizer, most).tolist()
@@ -67,7 +71,8 @@ def token_stream(file: str | os.PathLike, tokenizer: Any, most: int | None = Non
 def _require_name(calibration: str | os.PathLike) -> None:
     """ValueError for a text in place of a file's name."""
     said = os.fspath(calibration)
-    if "\n" in said or len(said) > _LONGEST_NAME:
+    whole = os.fsencode(said)
+    if "\n" in said or len(whole) > _LONGEST_PATH or any(len(own) > _LONGEST_NAME for own in whole.split(b"/")):
         raise ValueError(f"calibration is a text of {len(said)} characters, not the name of a file: give a list of "
                          "texts, [text]")  # fmt: skip
 

@@ -17,7 +17,10 @@ class PackedQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """ValueError for what packed layers cannot do."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map sends modules to disk: packed layers stay in memory, leave 'disk' out")
+            raise ValueError(
+                "device_map sends modules to disk ('auto' does where max_memory is short): packed layers stay in "
+                "memory, leave 'disk' out; bit-planes can be streamed instead, MLSpecConfig(plane_budget=...)"
+            )
 
     @property
     def is_trainable(self) -> bool:

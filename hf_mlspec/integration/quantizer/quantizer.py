@@ -69,6 +69,12 @@ class MLSpecQuantizer(PackedQuantizer):
         self._device: Any = None  # where planes are streamed to
         self.router: Router | None = None  # of bit-planes: integration/routed.py
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """ValueError for what packed layers, and planes that are streamed, cannot do."""
+        if self.quantization_config.streaming is not None:
+            device_of_map(device_map)
+        super().validate_environment(*args, device_map=device_map, **kwargs)
+
     def update_device_map(self, device_map: Any) -> Any:
         """A model whose planes are streamed is loaded to the CPU, and goes to its device layer by layer."""
         if self.quantization_config.streaming is None:
