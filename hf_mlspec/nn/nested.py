@@ -19,6 +19,17 @@ from .switch import PrecisionSwitch
 ESCAPES = ("escape_index", "escape_value")
 
 
+def make_room(
+    module: nn.Module, name: str, shape: tuple[int, ...] | torch.Size | None, device: torch.device
+) -> None:
+    """Parameters of ``module`` for escapes of its weight ``name`` in another number, None for none."""
+    for part, dtype in zip(ESCAPES, (torch.int64, torch.bfloat16), strict=True):
+        value = None
+        if shape is not None:
+            value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+        module.register_parameter(f"{name}_{part}", value)
+
+
 class NestedLinear(PackedLinear):
     """``y = x W^T + b`` with W in nested BF16: 16.25 bits a weight, of which a draft reads 4.25 (formats/nested).
 
@@ -58,7 +69,7 @@ class NestedLinear(PackedLinear):
         """As PackedLinear.empty; escapes: for how many there is room."""
         layer = super().empty(linear, name, switch, **options)
         if escapes:
-            layer._make_room((escapes,), linear.weight.device)
+            make_room(layer, "weight", (escapes,), linear.weight.device)
         return layer
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -73,20 +84,12 @@ class NestedLinear(PackedLinear):
         """ValueError: a copy beside the codes would be the model that nesting saves."""
         raise ValueError(f"{type(self).__name__} keeps no copy of its weight: hf_mlspec.unnest(model) makes it dense")
 
-    def _make_room(self, shape: tuple[int, ...] | torch.Size | None, device: torch.device) -> None:
-        """Parameters for escapes of another number, None for none."""
-        for part, dtype in zip(ESCAPES, (torch.int64, torch.bfloat16), strict=True):
-            value = None
-            if shape is not None:
-                value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
-            self.register_parameter(f"weight_{part}", value)
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}weight_{ESCAPES[0]}")
         self.unprepack_()
         own = self.weight_escape_index
         if f"{prefix}weight_low" in state_dict and getattr(given, "shape", None) != getattr(own, "shape", None):
-            self._make_room(None if given is None else given.shape, self.weight_low.device)
+            make_room(self, "weight", None if given is None else given.shape, self.weight_low.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

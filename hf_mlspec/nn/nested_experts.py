@@ -12,7 +12,7 @@ from .. import ops
 from ..formats import NestedWeight, Parts
 from ..formats.nested import NestedParts, fields_of, join
 from .experts import PackedExperts, stack_experts
-from .nested import ESCAPES
+from .nested import ESCAPES, make_room
 from .packed import PackedModule
 from .switch import PrecisionSwitch
 
@@ -77,7 +77,7 @@ class NestedExperts(PackedExperts):
         """As PackedExperts.empty, with room for escapes."""
         experts = super().empty(module, format, switch, name, **options)
         for key, count in experts._room.items():
-            experts._make_room(key, (count,) if count else None, experts._parameters[f"{key}_low"].device)
+            make_room(experts, key, (count,) if count else None, experts._parameters[f"{key}_low"].device)
         return experts
 
     def rows_of(self, module: nn.Module, key: str) -> Tensor:
@@ -189,20 +189,13 @@ class NestedExperts(PackedExperts):
         exact[place, disk.escape_index % in_features] = disk.escape_value
         return chosen, exact.view(*chosen.shape, in_features)
 
-    def _make_room(self, key: str, shape: tuple[int, ...] | None, device: torch.device) -> None:
-        for part, dtype in zip(ESCAPES, (torch.int64, torch.bfloat16), strict=True):
-            value = None
-            if shape is not None:
-                value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
-            self.register_parameter(f"{key}_{part}", value)
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         self.unprepack_()
         for key in self.names:
             given, own = state_dict.get(f"{prefix}{key}_{ESCAPES[0]}"), self._parameters[f"{key}_{ESCAPES[0]}"]
             if f"{prefix}{key}_low" in state_dict and getattr(given, "shape", None) != getattr(own, "shape", None):
                 shape, device = None if given is None else tuple(given.shape), self._parameters[f"{key}_low"].device
-                self._make_room(key, shape, device)
+                make_room(self, key, shape, device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
