@@ -22,14 +22,14 @@ from ..engines.cuda.row_bits import RowBits
 from ..engines.cuda.steps import CudaSteps
 from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..engines.cuda.weights import PlanesTilesLinear
-from ..engines.engine import Guess, Rows
+from ..engines.engine import Rows
 from ..engines.memory import out_of_memory
 from ..precision import Bits
 from .blocks import Block, blocks_of
 from .features import pooled
 from .foresight import LEAD, announce
 from .router import Router
-from .row_widths import RowWidths
+from .row_widths import ChoosingRows
 
 ORDERED = "its linears read inputs in an order or a rotation of their own, in which a router was not trained"
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
@@ -89,7 +89,7 @@ class _Choosing:
         return Bits(width, 16)
 
 
-class RoutedCudaEngine(RowWidths, CudaEngine):
+class RoutedCudaEngine(ChoosingRows, CudaEngine):
     """A CUDA decoder over its rows, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
 
     can = replace(CudaEngine.can, capturable=False, bit_exact=False)  # rows of one beginning may read other planes
@@ -110,13 +110,6 @@ class RoutedCudaEngine(RowWidths, CudaEngine):
     def _let_go(self) -> None:
         """Of graphs of other widths, which keep streamed planes where they are, too."""
         self._steps, self._row_bits = CudaSteps(self.model, self.decoder), {}
-
-    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
-        """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
-        for r, row in enumerate(rows):
-            if self.chosen[r] is None and (alive is None or alive[r]):
-                self._choose(r, row, len(rows))
-        return super().feed(rows, guess, alive)
 
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         self._reserve(len(row))

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 
 from ..engines.cpu.decoder import CpuDecoder
 from ..engines.cpu.engine import CpuEngine
-from ..engines.engine import Guess, Rows
 from .blocks import blocks_of
 from .features import pooled
 from .foresight import LEAD, announce
 from .router import Router
-from .row_widths import RowWidths
+from .row_widths import ChoosingRows
 
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes and plain"
 
 
-class RoutedCpuEngine(RowWidths, CpuEngine):
+class RoutedCpuEngine(ChoosingRows, CpuEngine):
     """A CPU decoder over its rows, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
 
     can = replace(CpuEngine.can, greedy_rounds=False, bit_exact=False, tapped=False)
@@ -37,13 +36,6 @@ class RoutedCpuEngine(RowWidths, CpuEngine):
         self.can = RoutedCpuEngine.can
         self.router, self.blocks = router, blocks_of(model)
         self.chosen = []
-
-    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
-        """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
-        for r, row in enumerate(rows):
-            if self.chosen[r] is None and (alive is None or alive[r]):
-                self._choose(r, row, len(rows))
-        return super().feed(rows, guess, alive)
 
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         self._reserve(len(row))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from ..engines.engine import Guess, Rows
 
 
 class RowWidths:
@@ -28,3 +31,18 @@ class RowWidths:
     def forget(self, row: int) -> None:
         super().forget(row)
         self.chosen[row] = None
+
+
+class ChoosingRows(RowWidths):
+    """The same in front of a compiled engine, which chooses in a pass of its own before it reads a row."""
+
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """As `Engine.feed`; rows without widths are read from their first token on, and choose."""
+        for r, row in enumerate(rows):
+            if self.chosen[r] is None and (alive is None or alive[r]):
+                self._choose(r, row, len(rows))
+        return super().feed(rows, guess, alive)
+
+    def _choose(self, r: int, row: list[int], batch: int) -> None:
+        """Row r of ``batch``, whose tokens are ``row``, gets its widths, and all but its last token are read."""
+        raise NotImplementedError
