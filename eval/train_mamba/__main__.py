@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerBase
 
 from eval.refused import refused
+from eval.training.command import run
 from eval.training.folder import write
 from eval.training.steps import Recipe, by_position, train
 from eval.training.tokens import read
@@ -101,19 +102,7 @@ def show(report: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        if args.smoke:
-            from hf_mlspec import demo_pair  # its tokenizer; nothing else here needs the package
-
-            here = Path(__file__).parent
-            args.tokenizer, args.steps = args.tokenizer or demo_pair()[0], args.steps or 30
-            args.text, args.held_out = args.text or [here.parent / "extend_context"], args.held_out or [here]
-        make(args, PreTrainedTokenizerFast.from_pretrained(args.tokenizer))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(make, parse(argv), Path(__file__).parent)
 
 
 if __name__ == "__main__":
