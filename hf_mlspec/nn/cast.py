@@ -13,7 +13,7 @@ from .castable import dense_weight
 from .expert_modules import is_experts
 from .experts import PackedExperts
 from .hooks import own_tensor
-from .nested_experts import is_nested_experts
+from .nested_experts import NestedExperts
 from .packed import PackedLinear
 from .packed_formats import PACKINGS
 from .switch import PrecisionSwitch, switch_for
@@ -66,7 +66,7 @@ class Cast:
 
     def layer(self, module: nn.Module, name: str) -> nn.Module:
         """The packed layer of an nn.Linear, of a nested one (its exact weight) or of experts; the bias is shared."""
-        if is_nested_experts(module):
+        if isinstance(module, NestedExperts):
             module = module.dequantized_module(torch.bfloat16)
         if is_experts(module):
             return PackedExperts.from_module(module, self.record.word, self.switch, name, **self.options)

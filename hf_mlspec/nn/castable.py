@@ -15,7 +15,7 @@ from .adapters import adapted_names, of_adapters
 from .expert_modules import ExpertModule, is_experts
 from .hooks import offloads, own_tensor, without_memory
 from .linear import is_dense
-from .nested_experts import is_nested_experts
+from .nested_experts import NestedExperts
 from .packed import PackedLinear, PackedModule
 from .settings import own_settings, packs_weights
 from .shards import local, shards
@@ -31,7 +31,7 @@ def is_nested(module: nn.Module) -> bool:
 
 def holds_draft(module: nn.Module) -> bool:
     """Whether a module is a nested linear, or holds nested experts."""
-    return is_nested(module) or is_nested_experts(module)
+    return is_nested(module) or isinstance(module, NestedExperts)
 
 
 def has_dense_weight(module: nn.Module) -> bool:
@@ -118,7 +118,7 @@ def unfit(model: nn.Module, divisor: int = mxfp4.BLOCK, experts: bool = True) ->
         if is_experts(module):
             why = _unfit_experts(module, divisor) if experts else "fused expert weights"
             understood.append(name)
-        elif is_nested_experts(module):
+        elif isinstance(module, NestedExperts):
             odd = [size for _, size in module.original.sizes.values() if size % divisor]
             why = None if experts and not odd else "nested experts"
             understood.append(name)

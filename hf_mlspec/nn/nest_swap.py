@@ -13,7 +13,7 @@ from .castable import is_nested
 from .hooks import keep_hook
 from .linear import KernelLinear
 from .nested import NestedEmbedding, NestedLinear
-from .nested_experts import NestedExperts, is_nested_experts
+from .nested_experts import NestedExperts
 
 _HOOKS = (
     "_forward_hooks",
@@ -81,7 +81,7 @@ class ExpertSwap:
     def put_back(self, model: nn.Module) -> None:
         """The dense experts with their exact weights in place of what is nested of them."""
         experts = model.get_submodule(self.paths[0])
-        if not is_nested_experts(experts):
+        if not isinstance(experts, NestedExperts):
             return
         dense = experts.dequantized_module(self.dtype)
         for key in experts.names:
@@ -114,7 +114,7 @@ def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> l
             heads[id(module)] = module
         elif isinstance(module, NestedEmbedding):
             tables.setdefault(id(module), []).append(path)
-        elif is_nested_experts(module):
+        elif isinstance(module, NestedExperts):
             experts.setdefault(id(module), []).append(path)
     of_head = {
         key: [path for paths in tables.values() if model.get_submodule(paths[0]).shares(head) for path in paths]

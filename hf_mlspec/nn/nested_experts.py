@@ -208,11 +208,6 @@ def require_whole(module: PackedModule, key: str, parts: Parts, name: str) -> No
         module.record.weight(*parts, name=name).validate(module.out_features, module.in_features)
 
 
-def is_nested_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts whose exact BF16 weights hold their own draft."""
-    return isinstance(module, NestedExperts)
-
-
 def too_many_escapes(index: Tensor | None, experts: int, out: int, in_features: int) -> str | None:
     """Why experts are not nested: rows that would be kept whole; index: of escapes, as on disk."""
     if index is None or not len(index):

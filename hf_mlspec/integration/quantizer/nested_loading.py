@@ -16,7 +16,7 @@ from ...nn.expert_modules import is_experts
 from ...nn.nest import kept_linears, nest_planned, tell_kept
 from ...nn.nest_plan import nothing_to_nest, plan_of
 from ...nn.nested import NestedEmbedding
-from ...nn.nested_experts import is_nested_experts
+from ...nn.nested_experts import NestedExperts
 from .checkpoint import Checkpoint
 from .config import MLSpecConfig
 from .packing import choose_kept, switch_of
@@ -109,7 +109,7 @@ def with_plain_tables(
     for path, table in tables:
         _put_plain(state, path, table.head.dequantized())
     for path, module in model.named_modules(remove_duplicate=False):
-        if is_nested_experts(module) and config.weights != module.format:
+        if isinstance(module, NestedExperts) and config.weights != module.format:
             dense = module.dequantized_module(torch.bfloat16)
             for key in module.names:
                 for part in module.record.parts:
