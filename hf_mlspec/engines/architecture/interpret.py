@@ -149,7 +149,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
-    require_low_rank(model, decoder)
+    require_low_rank(model)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
         if device == CPU:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import CACHE_FORMATS, CacheFormat, stored_format
 from ...formats.zipper import LOW
+from ...nn.adapters import base_of
 from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
 from ...nn.switch import filled
@@ -27,13 +28,14 @@ from .. import architecture
 from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
 from ..rows import cache_format_of
+from .adapted import AdaptedLinear
 from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
-from .layer import Layer, read_layer
+from .layer import Layer, LayerLinear, read_layer
 from .row_bits import BlockBits, Groups, at, outside, times
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
-from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
+from .weights import OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
 
 _ROW_BYTES = 16  # what the kernels load at once
@@ -114,7 +116,7 @@ class CudaDecoder:
         most = bits if isinstance(bits, Bits) else bits.widest
         return all(filled(most, own).weight <= self._captured_bits for own in self._own)
 
-    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+    def blocks(self) -> list[tuple[LayerLinear | None, LayerLinear | None, Tensor | None]]:
         """Of every layer in turn, as of `Layer.blocks`: those that `BlockBits` knows by their number."""
         return [block for layer in self._layers for block in layer.blocks()]
 
@@ -310,7 +312,7 @@ def require_served(found: Outline) -> None:
             require_served_experts(block.experts, _ROW_BYTES)
             modules += [(f"shared {name}", module) for name, module in block.experts.shared.items()]
     for name, module in modules:
-        inputs = linear_shape(module, name)[0]
+        inputs, module = linear_shape(module, name)[0], base_of(module)
         if inputs * 2 % _ROW_BYTES:
             raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
         if is_dense(module) and module.weight.data_ptr() % _ROW_BYTES:
@@ -326,12 +328,12 @@ def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
         seen[kind] += 1
 
 
-def _plain(linear: JoinedLinear) -> JoinedLinear:
-    """Without the order or the rotation of its inputs."""
-    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+def _plain(linear: LayerLinear) -> LayerLinear:
+    """Without the order or the rotation of its inputs, and without adapters."""
+    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear | AdaptedLinear) else linear
 
 
-def _captured_bits(linear: JoinedLinear) -> float:
+def _captured_bits(linear: LayerLinear) -> float:
     """Up to how many bits of its weights a call only enqueues."""
     own = _plain(linear)
     if isinstance(own, StreamedPlanesLinear):
