@@ -69,7 +69,7 @@ def test_without_a_residual_the_sum_is_x_itself():
 
 
 def test_low_rank_pairs_beside_a_linear():
-    """Columns of the first linear have a pair of rank 2, those of the second none, those of the third one of rank 1."""
+    """Columns of the first linear have a pair of rank 2, those of the second none, of the third one of rank 1."""
     y, x, down, up = cases.seeded(3, 6), cases.seeded(3, 8), cases.seeded(3, 8), cases.seeded(2, 6)
     up[:, 2:4], up[1, 4:] = 0, 0
     first = torch.tensor([0, 0, 0, 0, 2, 2], dtype=torch.int32)
