@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..nn.adapters import adapters_said
 from ..nn.hooks import changes
+from ..nn.shards import is_shared, local
 from ..nn.packed import PackedLinear, PackedModule
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
@@ -75,7 +76,9 @@ class Walk:
         self.model, self.modules = model, modules_of(model)
         held = [own for module in self.modules if (own := module._parameters)]
         own = [p for some in held for p in some.values() if p is not None]
-        self.parameters: list[nn.Parameter] = list(dict(zip(map(id, own), own, strict=True)).values())
+        self.parameters: list[Tensor] = list(dict(zip(map(id, own), own, strict=True)).values())
+        if is_shared(model):
+            self.parameters = [local(p) for p in self.parameters]
 
     @cached_property
     def weights(self) -> tuple:
