@@ -19,6 +19,7 @@ from .architecture import UnknownArchitecture, described
 from .architecture.rotary import text_config
 from .ranks import Ranks, identity
 
+_HEAD_STEP = 8  # outputs of a part of the head come in multiples: GPUs send 8 bytes at once
 _OUTPUTS = ("colwise", "colwise_rep", "colwise_gather_output")
 _INPUTS = ("rowwise",)
 _WHOLE = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce")  # every process has all of it
@@ -82,7 +83,7 @@ def _own_linear(module: nn.Module, ranks: Ranks, along_inputs: bool, is_head: bo
     round is whole."""
     bias = module.bias
     if isinstance(module, nn.Linear):
-        uneven = is_head and module.out_features % ranks.count
+        uneven = is_head and module.out_features % (_HEAD_STEP * ranks.count)
         own = local_linear(module) if not uneven else _whole_linear(module)
         bias = None if bias is None else (whole if along_inputs or uneven else local)(bias.detach())
     else:

@@ -26,10 +26,12 @@ from ...precision import OWN_BITS, Bits
 from .. import architecture
 from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
 from ..built import bit_choices, device_of, standing, switches
+from ..own_part import own_part
 from ..rows import cache_format_of
 from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
+from .ranks import exchange_of
 from .row_bits import BlockBits, Groups, at, outside, times
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
@@ -56,7 +58,7 @@ class CudaDecoder:
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
     what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep
     keys and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values
-    and logits. max_positions: the length past which the model's rotation changes for
+    and logits. ranks: the processes that share the model; None: nobody does. max_positions: the length past which the model's rotation changes for
     the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
     calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
@@ -66,15 +68,19 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        architecture.require_known(model, device, "cuda")
+        part = own_part(model)
+        own = model if part is None else part.model
+        architecture.require_known(own, device, "cuda")
         if device.type != "cpu":
-            require_bfloat16(model, device)
-        found = architecture.outline(model, device, "cuda")
+            require_bfloat16(own, device)
+        found = architecture.outline(own, device, "cuda")
         if device.type != "cpu":
             require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
-        self.vocab_size, self.logit_softcap = found.sizes.vocab, found.sizes.logit_softcap
+        self.vocab_size = found.sizes.vocab if part is None else part.vocab
+        self.logit_softcap, self.ranks = found.sizes.logit_softcap, None if part is None else exchange_of(part.ranks)
+        self._shares_head = self.vocab_size != found.sizes.vocab
         self.num_recurrent = sum(block.delta is not None for block in found.blocks)
         self.num_layers = len(found.blocks) - self.num_recurrent
         self._rotation, self._positions = found.rotation, found.positions
@@ -91,6 +97,8 @@ class CudaDecoder:
         self._head = joined([found.head], "lm_head")
         self._embedding = found.embedding.tiles() if isinstance(found.embedding, NestedEmbedding) else found.embedding
         self._activation = ACTIVATIONS[found.sizes.activation]
+        if part is not None:
+            part.give_back()
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in layer.linears()]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
@@ -156,9 +164,8 @@ class CudaDecoder:
         for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
             added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
-            if self.sizes.parallel:
-                beside, added = added, None
-            elif layer.attention_out is not None:
+            beside, added = (added, None) if self.sizes.parallel else (None, self._of_all_ranks(added))
+            if layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             if self.sizes.no_mlp:
                 continue
@@ -166,7 +173,7 @@ class CudaDecoder:
             parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
             own = at(bits, 2 * number + 1, normed)
             added = _joined([self._feed_forward(layer, part, own) for part in parts])
-            added = beside + added if self.sizes.parallel else added
+            added = self._of_all_ranks(added if beside is None else beside + added)
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         if states is not None:
@@ -183,7 +190,12 @@ class CudaDecoder:
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
         normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
-        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+        logits = self._head(normed if pick is None else normed.index_select(0, pick), bits)
+        return self.ranks.side_by_side(logits) if self._shares_head else logits
+
+    def _of_all_ranks(self, added: Tensor | ExpertRows) -> Tensor | ExpertRows:
+        """What a block adds, of which this process has its part, where processes share the model."""
+        return added if self.ranks is None else self.ranks.summed(added)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
         """Learned embeddings of the positions of a step's tokens; of padding, of any."""
