@@ -49,7 +49,7 @@ def exchange_of(ranks: Ranks) -> Ranks:
     if not problems:
         return BoxedRanks(ranks, own)
     if ranks.index == 0:
-        logger.warning(f"hf_mlspec: GPUs that share a model add up through NCCL, slower: {problems[0].splitlines()[0]}")
+        logger.warning(f"GPUs that share a model add up through NCCL, slower: {problems[0].splitlines()[0]}")
     return ranks
 
 
