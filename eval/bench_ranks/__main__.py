@@ -99,8 +99,8 @@ def of_shape(args: argparse.Namespace) -> PreTrainedModel:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in kind(config).state_dict().items()}
     torch.manual_seed(0)
-    made = {shape: (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02).bfloat16()
-            for shape in sorted(set(shapes.values()))}  # fmt: skip
+    made = {shape: (torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=args.device) * 0.02).bfloat16()
+            .cpu() for shape in sorted(set(shapes.values()))}  # fmt: skip
     state = {name: made[shape] for name, shape in shapes.items()}
     return kind.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16, **shared()).eval()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..nn.shards import group_of
+from ..nn.shards import group_of, local
 
 
 class Ranks:
@@ -27,7 +27,7 @@ class Ranks:
     def of(cls, model) -> Ranks | None:
         """Those that share a model; None where nobody does."""
         group = group_of(model)
-        return None if group is None else cls(group, next(model.parameters()).device)
+        return None if group is None else cls(group, local(next(model.parameters())).device)
 
     def told(self, said: object) -> list:
         """What every process says, in their order: each of them has to ask."""
