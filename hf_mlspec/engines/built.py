@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..nn.adapters import adapters_said
 from ..nn.hooks import changes
-from ..nn.shards import is_shared, local
 from ..nn.packed import PackedLinear, PackedModule
+from ..nn.shards import is_shared, local
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
