@@ -1,6 +1,6 @@
 """How fast is a model that several processes share, and do all of them write the same? For torchrun, or one process.
 
-    torchrun --nproc-per-node 2 -m eval.bench_ranks --sums                                  # what they add up, by itself
+    torchrun --nproc-per-node 2 -m eval.bench_ranks --sums                                # what they add up, by itself
     torchrun --nproc-per-node 2 -m eval.bench_ranks --model FOLDER --level mxfp4 --level DRAFT --prompts FILE
     torchrun --nproc-per-node 2 -m eval.bench_ranks --shape llama-3-8b --trace FILE --level mxfp4 --level tiny-2x512
     python -m eval.bench_ranks --shape llama-3-8b --trace FILE                              # one process, to compare

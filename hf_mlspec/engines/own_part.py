@@ -33,13 +33,13 @@ class OwnPart:
     def __init__(self, model: nn.Module, ranks: Ranks):
         """UnknownArchitecture for a model that is shared in another way than linear by linear; ValueError where heads
         do not go round, or the processes are not alike. Every process has to call it."""
+        _require_split(model)
         self.ranks, self.vocab = ranks, 0
         self.model, self._shared = share(model), []
         for path, module in list(self.model.named_modules()):
             if "forward" in vars(module):
                 self._put(path, module, style_of(model, path))
         _divide_heads(self.model, ranks.count)
-        _require_split(model)
         self._require_alike()
 
     def give_back(self) -> None:

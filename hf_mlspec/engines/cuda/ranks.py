@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ...nn.state import logger
