@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..nn.packed import PackedLinear
 from ..nn.replace import share
-from ..nn.shards import local, local_linear, style_of, whole
+from ..nn.shards import group_of, local, local_linear, style_of, whole
 from .architecture import UnknownArchitecture, described
 from .architecture.rotary import text_config
 from .ranks import Ranks, identity
@@ -144,7 +144,6 @@ def _require_split(model: nn.Module) -> None:
                                           "does")
 
 
-def own_part(model: nn.Module) -> OwnPart | None:
-    """This process's part of a model; None of one that nobody shares."""
-    ranks = Ranks.of(model)
-    return None if ranks is None else OwnPart(model, ranks)
+def own_part(model: nn.Module) -> OwnPart:
+    """This process's part of a model that several share."""
+    return OwnPart(model, Ranks(group_of(model), local(next(model.parameters())).device))

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..nn.shards import group_of, local
 
 
 class Ranks:
@@ -22,12 +21,6 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
-
-    @classmethod
-    def of(cls, model) -> Ranks | None:
-        """Those that share a model; None where nobody does."""
-        group = group_of(model)
-        return None if group is None else cls(group, local(next(model.parameters())).device)
 
     def told(self, said: object) -> list:
         """What every process says, in their order: each of them has to ask."""

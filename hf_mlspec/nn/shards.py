@@ -29,11 +29,9 @@ def is_shared(model: nn.Module) -> bool:
     return (getattr(model, "_tp_size", None) or 1) > 1
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes that tensor parallelism runs a model in; None where there is one."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or not is_shared(model):
-        return None
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    """The processes that tensor parallelism runs a model in."""
+    mesh = model._device_mesh
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 

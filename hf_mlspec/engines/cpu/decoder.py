@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...nn.shards import is_shared
 from ...nn.switch import PrecisionSwitch
+from ...ops.callbacks import address_of, width_chooser
 from ...ops.compiled_decoder import (
     PLANES,
     Weight,
-    address_of,
     compiled_decoder,
     set_delta,
     set_delta_sizes,
     set_experts,
     set_linear,
-    width_chooser,
 )
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
@@ -43,7 +43,7 @@ class CpuDecoder:
 
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where it cannot run the model; KernelError without kernels."""
-        self._part = own_part(model)
+        self._part = own_part(model) if is_shared(model) else None
         found = weights.read(model if self._part is None else self._part.model)
         if self._part is not None:
             found = replace(found, sizes=replace(found.sizes, vocab=self._part.vocab))

@@ -5,7 +5,7 @@ No error can be raised there: it is kept, the call ends, and who called raises i
 
 from __future__ import annotations
 
-from ...ops.compiled_decoder import GatherRanks, SumRanks, floats_at, set_ranks
+from ...ops.callbacks import GatherRanks, SumRanks, floats_at, set_ranks
 from ..ranks import Ranks
 from .streamed import keep_failure
 

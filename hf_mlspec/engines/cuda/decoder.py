@@ -17,6 +17,7 @@ from ... import ops
 from ...formats import stored_format
 from ...formats.zipper import LOW
 from ...nn.nested import NestedEmbedding
+from ...nn.shards import is_shared
 from ...nn.switch import filled
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...ops.delta import AT_START
@@ -64,7 +65,7 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        part = own_part(model)
+        part = own_part(model) if is_shared(model) else None
         found = served_outline(model if part is None else part.model, device)
         if device.type != "cpu":
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
