@@ -9,6 +9,7 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -72,19 +73,25 @@ OF_CHAINS = {**SHAPES, **MIXTURES}  # of the targets and drafts that eval.replay
 def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
     """A model of this shape, but of these sizes where any are given, and of random BF16 weights."""
     torch.manual_seed(seed)
-    before, (kind, config) = torch.get_default_dtype(), (LlamaForCausalLM, LlamaConfig)
+    before, (kind, config) = torch.get_default_dtype(), kind_and_config(shape, **sizes)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return kind(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def kind_and_config(shape: str, **sizes: int) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class and the config of a model of this shape, but of these sizes where any are given."""
+    kind, config = LlamaForCausalLM, LlamaConfig
     if shape in MIXTURES:
         kind, config = Qwen3MoeForCausalLM, Qwen3MoeConfig
     elif shape in HYBRIDS:
         kind, config = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig
     elif shape in GPT_OSS:
         kind, config = GptOssForCausalLM, GptOssConfig
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return kind(config(**{**OF_CHAINS, **HYBRIDS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return kind, config(**{**OF_CHAINS, **HYBRIDS, **GPT_OSS}[shape] | sizes, eos_token_id=None)
 
 
 def random_start(shape: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
