@@ -14,6 +14,7 @@ from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
 from .expert_plans import plan_rows, route_rows
 from .experts import (
+    GATED_OUTPUTS,
     dense_expert_rows,
     int4_expert_rows,
     mxfp4_expert_rows,

@@ -96,23 +96,32 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
   args.linear.tiles = weight.const_data_ptr();
   args.linear.num_tokens = x.size(0), args.linear.in_features = in;
   args.linear.activation_bits = 16;
+  args.rows_of_pairs = x.size(0) != experts.size(0);
   return args;
 }
 
+constexpr int64_t kGatedOutputs = 64;  // a tile's: 32 of gate, 32 of up
+
 using ExpertKernel = const char* (*)(const mlspec_cuda_expert_linear*);
 
-struct Clamp {
-  double slope, limit;  // limit 0: outputs are not gated
+struct Gate {
+  double slope, limit;  // limit 0: gate and up do not come in turns
+  int64_t activation;   // -1: gate does not come before up
 };
 
 // bias [experts, out], float32 or bfloat16.
 Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x, const Maybe& bias,
-                     Clamp clamp) {
+                     Gate gate) {
   mlspec_cuda_linear& a = args.linear;
-  TORCH_CHECK_VALUE(clamp.limit >= 0 && std::isfinite(clamp.limit) && std::isfinite(clamp.slope), op, ": slope is ", clamp.slope,
-                    " and limit ", clamp.limit, ", expected finite numbers, the limit 0 (none) or above");
-  TORCH_CHECK_VALUE(clamp.limit == 0 || a.out_features % 2 == 0, op, ": ", a.out_features, " outputs cannot be gate and up in turns");
-  args.slope = static_cast<float>(clamp.slope), args.limit = static_cast<float>(clamp.limit);
+  TORCH_CHECK_VALUE(gate.limit >= 0 && std::isfinite(gate.limit) && std::isfinite(gate.slope), op, ": slope is ", gate.slope,
+                    " and limit ", gate.limit, ", expected finite numbers, the limit 0 (none) or above");
+  TORCH_CHECK_VALUE(gate.limit == 0 || a.out_features % 2 == 0, op, ": ", a.out_features, " outputs cannot be gate and up in turns");
+  TORCH_CHECK_VALUE(gate.activation >= -1 && gate.activation <= 4 && (gate.activation < 0 || gate.limit == 0), op, ": activation is ",
+                    gate.activation, " and limit ", gate.limit, ", expected -1 (none), or 0 to 4 without a limit");
+  TORCH_CHECK_VALUE(gate.activation < 0 || a.out_features % kGatedOutputs == 0, op, ": ", a.out_features,
+                    " outputs, the CUDA kernels take gate before up in multiples of ", +kGatedOutputs);
+  args.slope = static_cast<float>(gate.slope), args.limit = static_cast<float>(gate.limit);
+  args.activation = static_cast<int32_t>(gate.activation);
   if (bias) {
     a.bias_is_float32 = bias->scalar_type() == at::kFloat;
     check_part(op, "bias", *bias, a.bias_is_float32 ? at::kFloat : at::kBFloat16, {args.num_experts, a.out_features}, "x", x,
@@ -120,7 +129,8 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
     a.bias = bias->const_data_ptr();
   }
   const CudaCall call(op, x);
-  const Tensor y = at::empty({args.num_pairs, clamp.limit > 0 ? a.out_features / 2 : a.out_features}, x.options());
+  const bool gated = gate.limit > 0 || gate.activation >= 0;
+  const Tensor y = at::empty({args.num_pairs, gated ? a.out_features / 2 : a.out_features}, x.options());
   if (y.numel() == 0) return y;
   TORCH_CHECK_VALUE(!bias || a.in_features > 0, op, ": x has no columns");
   if (a.in_features == 0) return y.zero_();
@@ -135,14 +145,15 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
 }
 
 Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& experts, const Tensor& plan,
-                         double slope, double limit) {
+                         double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "dense_expert_rows";
   TORCH_CHECK_VALUE(weight.dim() == 3, op, ": weight has shape ", weight.sizes(), ", expected [experts, out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   mlspec_cuda_expert_linear args = check_rows(op, x, weight, weight.size(2), experts, plan);
   args.linear.out_features = weight.size(1);
   args.bytes_of_expert = weight.size(1) * weight.size(2) * 2;
-  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias, {slope, limit, activation});
 }
 
 // Tiles of every expert as those of a linear, stacked; scale_tiles tell in_features.
@@ -163,7 +174,7 @@ mlspec_cuda_expert_linear check_tiles(const char* op, const Tensor& x, const Ten
 
 Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& bias,
                          const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t activation_bits, double slope,
-                         double limit) {
+                         double limit, int64_t activation) {
   constexpr const char* op = "mxfp4_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, weight_tiles, scale_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t blocks = scale_tiles.size(2);
@@ -172,12 +183,13 @@ Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tens
   args.linear.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
   args.shifts_of_expert = blocks;
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias, {slope, limit, activation});
 }
 
 Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
                         const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size,
-                        int64_t activation_bits, double activation_clip, double slope, double limit) {
+                        int64_t activation_bits, double activation_clip, double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "int4_expert_rows";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_expert_linear args =
@@ -189,12 +201,13 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   args.linear.has_zeros = zero_tiles.has_value();
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
   args.linear.activation_clip = static_cast<float>(activation_clip);
-  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit, activation});
 }
 
 Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
                           const Tensor& codebook, const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features,
-                          int64_t weight_bits, int64_t activation_bits, double slope, double limit) {
+                          int64_t weight_bits, int64_t activation_bits, double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "nested_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, draft_tiles, exponent_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t count = draft_tiles.size(0), blocks = exponent_tiles.size(2);
@@ -211,7 +224,7 @@ Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tens
   args.shifts_of_expert = blocks;
   args.linear.weight_bits = static_cast<int32_t>(weight_bits);
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit, activation});
 }
 
 // All but y.
