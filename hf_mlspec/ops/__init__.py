@@ -55,6 +55,7 @@ from .zipper import (
 )
 
 __all__ = [
+    "GATED_OUTPUTS",
     "KernelError",
     "UnreadableLibrary",
     "activated",

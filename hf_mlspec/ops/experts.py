@@ -42,11 +42,13 @@ def _check_rows(given: Operands, count: int, in_features: int, out_features: int
         )
     if given.activation != NOT_GATED:
         if given.activation not in ACTIVATIONS.values():
-            raise ValueError(f"{given.op}: activation is {given.activation}, choose {NOT_GATED} or one of {ACTIVATIONS}")
+            raise ValueError(
+                f"{given.op}: activation is {given.activation}, choose {NOT_GATED} or one of {ACTIVATIONS}"
+            )
         if given.limit or out_features % 2:
             raise ValueError(
-                f"{given.op}: activation is {given.activation} for {out_features} outputs with limit {given.limit}: gate "
-                "before up are even in number and have no limit"
+                f"{given.op}: activation is {given.activation} for {out_features} outputs with limit {given.limit}: "
+                "gate before up are even in number and have no limit"
             )
     given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
     if given.bias is not None:
@@ -203,7 +205,8 @@ def _nested_expert_rows(
 def nested_expert_rows(
     x: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, codebook: Tensor, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, weight_bits: int, activation_bits: int, slope: float = 0.0,
-    limit: float = 0.0, activation: int = NOT_GATED, *, escape_rows: Tensor | None = None, escape_weight: Tensor | None = None,
+    limit: float = 0.0, activation: int = NOT_GATED, *, escape_rows: Tensor | None = None,
+    escape_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times nested weights, those of ``prepack_nested`` of every expert stacked, codebook
     uint8 ``[experts, 8]``: at 16 and 16 bits exactly, with the bits of ``dense_expert_rows`` on the weight that was

@@ -306,14 +306,42 @@ def test_summed_and_normed_at_once_it_has_the_same_bits(shared, weighed, dtype, 
         ops.weighted_norm_rows(rows, weights, beside, residual[1:], weight, 1e-6)
 
 
-def test_a_layer_only_enqueues_and_can_be_captured():
-    up, down = ExpertCase(FORMATS[0], 16, 2 * 96, 256, 32), ExpertCase(FORMATS[1], 16, 256, 96, 32)
-    x, router = up.x.clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_gate_before_up_is_gated_with_the_same_bits(form):
+    case = ExpertCase(form, 6, 320, 384, 300)  # 160 of gate: halves of tiles, odd in number
+    bias = torch.randn(6, 320, device=DEVICE)
+    for tokens, activation in ((1, 0), (9, 1), (40, 2), (300, 0), (300, 3), (1, 4)):
+        experts = some_experts(tokens, 6, 2)
+        expected = ops.gated(case.multiply(case.x[:tokens], experts, bias=bias), activation)
+        poison((tokens * 2, 160))
+        assert torch.equal(case.multiply(case.x[:tokens], experts, None, bias, (0.0, 0.0, activation)), expected)
+    for out, clamp, message in (
+        (320, (0.0, 0.0, 5), "activation is 5"), (320, (1.7, 7.0, 0), "activation is 0 and limit 7"),
+        (200, (0.0, 0.0, 0), "200 outputs, the CUDA kernels take gate before up in multiples of 64"),
+    ):  # fmt: skip
+        other = ExpertCase(form, 6, out, 384, 1)
+        with pytest.raises(ValueError, match=f"expert_rows: {message}"):
+            other.multiply(other.x, some_experts(1, 6, 2), clamp=clamp)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32, 200])
+@pytest.mark.parametrize("fused", [False, True], ids=["gated apart", "gated"])
+def test_a_layer_only_enqueues_and_can_be_captured(fused, tokens):
+    """Several in a row, each sent by what the one before it made: no product reads a plan that is not written yet."""
+    up, down = ExpertCase(FORMATS[0], 16, 2 * 96, 256, 200), ExpertCase(FORMATS[1], 16, 256, 96, 200)
+    x, router = up.x[:tokens].clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
 
     def layer() -> torch.Tensor:
-        experts, weights, plan = ops.route_rows(x, router, None, 16, 4, 1)
-        inner = ops.gated(up.multiply(x, experts, plan), 0)
-        return ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
+        rows = x
+        for chosen in (4, 1, 4, 8):
+            experts, weights, plan = ops.route_rows(rows, router, None, 16, chosen, 1)
+            if fused:
+                inner = up.multiply(rows, experts, plan, None, (0.0, 0.0, 0))
+            else:
+                inner = ops.gated(up.multiply(rows, experts, plan), 0)
+            rows = ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
+            rows = ops.rms_norm(rows, torch.ones(256, device=DEVICE), 1e-6, x)[0]
+        return rows
 
     layer()
     graph = torch.cuda.CUDAGraph()
