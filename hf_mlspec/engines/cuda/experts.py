@@ -102,9 +102,9 @@ class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
     router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
-    `ops.gated_pairs`, None where gate comes before up, which `up` itself gates where gates_halves, as it always does in
-    turns. shared: gate and up as one, and down, or (). extra_bytes: of
-    what could not be shared with the model's modules. sigmoids: bias, groups, chosen groups and scale of
+    `ops.gated_pairs`, None where gate comes before up; what comes in turns `up` gates itself, the other where
+    gates_halves. shared: gate and up as one, and down, or (). extra_bytes: of what could not be shared with the model.
+    sigmoids: bias, groups, chosen groups and scale of
     `ops.route_rows`, () where experts are chosen by softmax.
     """
 
