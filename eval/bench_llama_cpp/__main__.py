@@ -47,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         args.shape, args.steps, args.repeats = "gpt-oss-tiny", 3, 1
-    if min(args.threads + [args.prompt, args.steps, args.repeats, args.layers or 1]) < 1:
+    if min([*args.threads, args.prompt, args.steps, args.repeats, args.layers or 1]) < 1:
         parser.error("--threads, --prompt, --steps, --repeats and --layers are at least 1")
     if args.llama is not None and not args.llama.is_file():
         parser.error(f"--llama {args.llama} is no file: build eval/peers/llama_steps.cpp, as this program's text says")
@@ -103,5 +103,9 @@ def _say(**found: object) -> None:
     print(json.dumps(found), flush=True)
 
 
+def main(argv: list[str] | None = None) -> int:
+    return run(parse(argv))
+
+
 if __name__ == "__main__":
-    sys.exit(run(parse(None)))
+    sys.exit(main())

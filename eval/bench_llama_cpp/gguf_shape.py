@@ -1,4 +1,4 @@
-"""How does a GGUF file of a shape in gpt-oss's form come to be, with random codes? What llama.cpp reads in our place."""
+"""How does a GGUF file of a shape in gpt-oss's form, with random codes, come to be? llama.cpp reads it."""
 
 from __future__ import annotations
 
