@@ -40,6 +40,9 @@ SCHEMAS = [
     "float limit, int activation) -> Tensor",
     "mxfp4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
     "int out_features, int activation_bits, float slope, float limit, int activation) -> Tensor",
+    "norm_route_row(Tensor x, Tensor residual, Tensor weight, float eps, Tensor router, Tensor? bias, int "
+    "num_experts, int chosen, int renormalize, Tensor? choice_bias, int groups, int chosen_groups, float scale) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "pack_awq(Tensor words) -> Tensor",
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",

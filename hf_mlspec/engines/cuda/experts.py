@@ -19,7 +19,9 @@ from .weights import JoinedLinear, filled, joined
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _MOST, _MOST_GROUPS = 1024, 64  # MLSPEC_CUDA_MOST_EXPERTS, MLSPEC_CUDA_MOST_GROUPS
+_MOST_BY_CLUSTER = 256  # experts, of which one cluster chooses
 _MOST_NORMED = 16384  # columns of a row that one kernel sums and norms
+Routed = tuple[Tensor, Tensor, Tensor]  # of ops.route_rows
 Gate = tuple[float, ...]  # slope, limit and activation of ops.dense_expert_rows; (): outputs are not gated
 
 
@@ -104,7 +106,7 @@ class ExpertLayer:
     router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
     `ops.gated_pairs`, None where gate comes before up; what comes in turns `up` gates itself, the other where
     gates_halves. shared: gate and up as one, and down, or (). extra_bytes: of what could not be shared with the model.
-    sigmoids: bias, groups, chosen groups and scale of
+    norms_one: whether one kernel norms and routes a row. sigmoids: bias, groups, chosen groups and scale of
     `ops.route_rows`, () where experts are chosen by softmax.
     """
 
@@ -117,14 +119,28 @@ class ExpertLayer:
     down: DenseExperts | FourBitExperts | NestedTileExperts
     clamp: tuple[float, float] | None
     gates_halves: bool
+    norms_one: bool
     shared: tuple[JoinedLinear, ...]
     extra_bytes: int
     sigmoids: tuple
 
-    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> ExpertRows:
-        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS."""
+    def norms(self, total: Tensor) -> bool:
+        """Whether `norm_and_route` takes these rows."""
+        return self.norms_one and len(total) == 1
+
+    def norm_and_route(self, added: Tensor, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Routed]:
+        """``[1, hidden]`` -> the RMS norm of the sum, the sum, and where it goes."""
+        how = self.count, self.chosen, int(self.renormalize), *(self.sigmoids or (None, 1, 1, 1.0))
+        normed, total, *routed = ops.norm_route_row(added, total, weight, eps, self.router, self.router_bias, *how)
+        return normed, total, tuple(routed)
+
+    def __call__(self, normed: Tensor, activation: int, bits: Bits, routed: Routed | None = None) -> ExpertRows:
+        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS. routed: None where it
+        is not known yet."""
         how = self.count, self.chosen, int(self.renormalize)
-        experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
+        if routed is None:
+            routed = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
+        experts, weights, plan = routed
         if self.clamp is not None:
             inner = self.up(normed, experts, plan, bits, self.clamp)
         elif self.gates_halves:
@@ -168,7 +184,13 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
     how, own = (count, block.chosen, block.renormalize), block.sigmoids
     sigmoids = () if own is None else (own.bias, own.groups, own.chosen_groups, own.scale)
     halves = block.original.sizes[_UP][0] % ops.GATED_OUTPUTS == 0
-    return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, halves, shared, extra_bytes, sigmoids)
+    gates = clamp, halves, _norms_one(router, count)
+    return ExpertLayer(router.contiguous(), bias, *how, *projections, *gates, shared, extra_bytes, sigmoids)
+
+
+def _norms_one(router: Tensor, count: int) -> bool:
+    hopper = router.device.type != "cuda" or torch.cuda.get_device_capability(router.device) >= (9, 0)
+    return hopper and count <= _MOST_BY_CLUSTER and router.shape[1] <= ops.MOST_ROUTED
 
 
 def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <functional>
 #include <tuple>
 #include <vector>
 
@@ -15,10 +16,13 @@ namespace {
 
 using namespace mlspec;
 
-std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts,
-                                              int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups,
-                                              int64_t chosen_groups, double scale) {
-  constexpr const char* op = "route_rows";
+using Routed = std::tuple<Tensor, Tensor, Tensor>;
+using RouteKernel = std::function<void(const mlspec_cuda_routing&, const CudaCall&)>;
+
+// run: of one row or more.
+Routed routed(const char* op, const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts, int64_t chosen,
+              int64_t renormalize, const Maybe& choice_bias, int64_t groups, int64_t chosen_groups, double scale,
+              const RouteKernel& run) {
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
                     ", expected [n, hidden] and [experts, hidden]");
@@ -53,9 +57,40 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   args.choice_bias = choice_bias ? choice_bias->const_data_ptr<float>() : nullptr;
   args.groups = static_cast<int32_t>(groups), args.chosen_groups = static_cast<int32_t>(chosen_groups);
   args.scale = static_cast<float>(scale);
-  const mlspec_cuda_row_launch launch = how(call);
-  call.check(mlspec_cuda_route_rows(&args, &launch));
+  run(args, call);
   return {experts, weights, plan};
+}
+
+Routed route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts, int64_t chosen, int64_t renormalize,
+                  const Maybe& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+  return routed("route_rows", x, router, bias, num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale,
+                [](const mlspec_cuda_routing& args, const CudaCall& call) {
+                  const mlspec_cuda_row_launch launch = how(call);
+                  call.check(mlspec_cuda_route_rows(&args, &launch));
+                });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> norm_route_row(
+    const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, const Tensor& router, const Maybe& bias,
+    int64_t num_experts, int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups, int64_t chosen_groups,
+    double scale) {
+  constexpr const char* op = "norm_route_row";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == 1, op, ": x has shape ", x.sizes(), ", expected [1, hidden]");
+  check_part(op, "x", x, at::kBFloat16, x.sizes(), "x", x);
+  check_part(op, "residual", residual, at::kBFloat16, x.sizes(), "x", x);
+  const bool narrow = weight.scalar_type() == at::kBFloat16;
+  check_part(op, "weight", weight, narrow ? at::kBFloat16 : at::kFloat, {x.size(1)}, "x", x);
+  const Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(x.sizes(), x.options());
+  const mlspec_cuda_route_norm norm{residual.const_data_ptr(), weight.const_data_ptr(), normed.mutable_data_ptr(),
+                                    total.mutable_data_ptr(), narrow, static_cast<float>(eps)};
+  const auto [experts, weights, plan] =
+      routed(op, x, router, bias, num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale,
+             [&](const mlspec_cuda_routing& args, const CudaCall& call) {
+               const mlspec_cuda_row_launch launch = how(call);
+               call.check(mlspec_cuda_route_normed_row(&args, &norm, &launch));
+             });
+  return {normed, total, experts, weights, plan};
 }
 
 Tensor plan_rows(const Tensor& experts, int64_t num_experts) {
@@ -281,6 +316,7 @@ std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& 
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("route_rows", route_rows);
+  m.impl("norm_route_row", norm_route_row);
   m.impl("plan_rows", plan_rows);
   m.impl("dense_expert_rows", dense_expert_rows);
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);

@@ -44,6 +44,20 @@ typedef struct {
 // ended, as every kernel over rows may: the first product that reads the plan is one of rows of tokens (rows_of_pairs false).
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
+#define MLSPEC_CUDA_MOST_ROUTED 8192  // columns of a row that one cluster norms and routes
+
+typedef struct {
+  const void *residual, *weight;  // bfloat16 [1, hidden]; [hidden], float32 or bfloat16
+  void *normed, *total;           // bfloat16 [1, hidden]: mlspec_cuda_rms_norm of x and residual, with the same bits
+  int32_t weight_is_bf16;
+  float eps;
+} mlspec_cuda_route_norm;
+
+// One token, whose x is normed first, in the same kernel; hidden up to MLSPEC_CUDA_MOST_ROUTED, up to 256 experts, where blocks form
+// clusters.
+const char* mlspec_cuda_route_normed_row(const mlspec_cuda_routing* routing, const mlspec_cuda_route_norm* norm,
+                                         const mlspec_cuda_row_launch* how);
+
 // Only the plan, of experts that are given. Numbers that no expert has are in no item.
 const char* mlspec_cuda_plan_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
