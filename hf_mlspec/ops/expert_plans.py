@@ -151,7 +151,7 @@ def norm_route_row(
     chosen: int, renormalize: int, choice_bias: Tensor | None, groups: int, chosen_groups: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``rms_norm`` of one row x and residual ``[1, hidden]``, and ``route_rows`` of what is normed, with the same bits
-    -> both results, in this order. On a GPU one kernel, from sm_90 on, of up to MOST_ROUTED columns and 256 experts."""
+    -> both results, in this order. On a GPU one kernel, from sm_90 on, of up to MOST_ROUTED columns, 256 experts."""
     normed, total = _rms_norm(x, weight, eps, residual)
     how = num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale
     return normed, total, *_route_rows(normed, router, bias, *how)

@@ -128,7 +128,9 @@ class ExpertLayer:
         """Whether `norm_and_route` takes these rows."""
         return self.norms_one and len(total) == 1
 
-    def norm_and_route(self, added: Tensor, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Routed]:
+    def norm_and_route(
+        self, added: Tensor, total: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Routed]:
         """``[1, hidden]`` -> the RMS norm of the sum, the sum, and where it goes."""
         how = self.count, self.chosen, int(self.renormalize), *(self.sigmoids or (None, 1, 1, 1.0))
         normed, total, *routed = ops.norm_route_row(added, total, weight, eps, self.router, self.router_bias, *how)
