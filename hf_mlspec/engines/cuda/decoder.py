@@ -198,9 +198,9 @@ class CudaDecoder:
     ) -> tuple[Tensor, Tensor, Routed | None]:
         """What the MLP or the experts read, the sum, and where it goes where the same kernel says so."""
         norm, eps = layer.mlp_norm, self.sizes.norm_eps
-        if layer.experts is not None and layer.experts.norms(total):
-            if isinstance(added, Tensor) and isinstance(norm, Tensor):
-                return layer.experts.norm_and_route(added, total, norm, eps)
+        fits = isinstance(added, Tensor) and isinstance(norm, Tensor)
+        if fits and layer.experts is not None and layer.experts.norms(total):
+            return layer.experts.norm_and_route(added, total, norm, eps)
         return *normed_sum(total, added, norm, eps, layer.gate_up_order), None
 
     def _feed_forward(
