@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -62,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
     nbytes = active_bytes(model)
     _say(what="shape", shape=args.shape, layers=model.config.num_hidden_layers, active_bytes=nbytes,
          bytes=hf_mlspec.resident_bytes(model))
+    begun = time.perf_counter()
+    steps_of(model, 4, 1)  # by all threads: weights move into tiles
+    _say(what="tiles", seconds=time.perf_counter() - begun)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         file = Path(folder) / "shape.gguf"
         if args.llama is not None:
