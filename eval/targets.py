@@ -58,6 +58,7 @@ HYBRIDS = {
 # In gpt-oss's form: what GptOssConfig takes. Windows on every other layer, YaRN: its own defaults.
 GPT_OSS = {
     "gpt-oss-20b": {**llama(2880, 2880, 24, 64, 8, 201088, 131072), "head_dim": 64, "num_local_experts": 32},
+    "gpt-oss-120b": {**llama(2880, 2880, 36, 64, 8, 201088, 131072), "head_dim": 64, "num_local_experts": 128},
     "gpt-oss-tiny": {**llama(64, 64, 2, 4, 2, 96, 512), "head_dim": 16, "num_local_experts": 8},
 }
 SHAPES = {

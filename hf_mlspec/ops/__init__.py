@@ -12,8 +12,9 @@ from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
-from .expert_plans import plan_rows, route_rows
+from .expert_plans import MOST_ROUTED, norm_route_row, plan_rows, route_rows
 from .experts import (
+    GATED_OUTPUTS,
     dense_expert_rows,
     int4_expert_rows,
     mxfp4_expert_rows,
@@ -55,6 +56,8 @@ from .zipper import (
 )
 
 __all__ = [
+    "GATED_OUTPUTS",
+    "MOST_ROUTED",
     "KernelError",
     "UnreadableLibrary",
     "activated",
@@ -85,6 +88,7 @@ __all__ = [
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
     "pack_gptq_words",

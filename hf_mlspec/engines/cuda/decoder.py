@@ -27,7 +27,7 @@ from ..built import bit_choices, device_of, standing, switches
 from ..own_part import own_part
 from ..rows import cache_format_of
 from .adapted import AdaptedLinear
-from .experts import ExpertRows
+from .experts import ExpertRows, Routed
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, LayerLinear, read_layer
 from .ranks import exchange_of
@@ -161,10 +161,10 @@ class CudaDecoder:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             if self.sizes.no_mlp:
                 continue
-            normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
+            normed, total, routed = self._normed_for_mlp(layer, total, added)
             parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
             own = at(bits, 2 * number + 1, normed)
-            added = _joined([self._feed_forward(layer, part, own) for part in parts])
+            added = _joined([self._feed_forward(layer, part, own, routed) for part in parts])
             added = self._of_all_ranks(added if beside is None else beside + added)
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
@@ -197,10 +197,22 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor | ExpertRows:
+    def _normed_for_mlp(
+        self, layer: Layer, total: Tensor, added: Tensor | None
+    ) -> tuple[Tensor, Tensor, Routed | None]:
+        """What the MLP or the experts read, the sum, and where it goes where the same kernel says so."""
+        norm, eps = layer.mlp_norm, self.sizes.norm_eps
+        fits = isinstance(added, Tensor) and isinstance(norm, Tensor)
+        if fits and layer.experts is not None and layer.experts.norms(total):
+            return layer.experts.norm_and_route(added, total, norm, eps)
+        return *normed_sum(total, added, norm, eps, layer.gate_up_order), None
+
+    def _feed_forward(
+        self, layer: Layer, normed: Tensor, bits: Bits | Groups, routed: Routed | None
+    ) -> Tensor | ExpertRows:
         """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
-            added = layer.experts(normed, self._activation, bits)
+            added = layer.experts(normed, self._activation, bits, routed)
             return added if layer.mlp_out is None and not self.sizes.parallel else added.summed()
         return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
 
