@@ -49,6 +49,10 @@ MIXTURES["qwen3-30b-a3b-24"] = {**MIXTURES["qwen3-30b-a3b"], "num_hidden_layers"
 # Gated delta nets in three layers of four, in Qwen3.5's form: what Qwen3_5TextConfig takes.
 HYBRIDS = {
     "qwen3.5-27b": {**llama(5120, 17408, 64, 24, 4, 248320, 8192), "head_dim": 256, "linear_num_value_heads": 48},
+    "hybrid-0.5b": {
+        **llama(1024, 2816, 24, 8, 2, 151936, 4096), "head_dim": 128, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8, "tie_word_embeddings": True,
+    },
     "hybrid-tiny": {
         **llama(64, 128, 4, 4, 2, 96, 512), "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -66,7 +70,7 @@ SHAPES = {
     "llama-2x1024": llama(1024, 2816, 2, 8, 4, 128256, 8192),
     "qwen3-2x1024": llama(1024, 2816, 2, 8, 4, 151936, 8192),
 }
-OF_CHAINS = {**SHAPES, **MIXTURES}  # of the targets and drafts that eval.replay and eval.bench_auto make
+OF_CHAINS = {**SHAPES, **MIXTURES, **HYBRIDS}  # of the targets and drafts that eval.replay and eval.bench_auto make
 
 
 def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
@@ -82,7 +86,7 @@ def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return kind(config(**{**OF_CHAINS, **HYBRIDS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
+            return kind(config(**{**OF_CHAINS, **GPT_OSS}[shape] | sizes, eos_token_id=None)).eval()
     finally:
         torch.set_default_dtype(before)
 
