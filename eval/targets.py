@@ -50,6 +50,10 @@ MIXTURES["qwen3-30b-a3b-24"] = {**MIXTURES["qwen3-30b-a3b"], "num_hidden_layers"
 # Gated delta nets in three layers of four, in Qwen3.5's form: what Qwen3_5TextConfig takes.
 HYBRIDS = {
     "qwen3.5-27b": {**llama(5120, 17408, 64, 24, 4, 248320, 8192), "head_dim": 256, "linear_num_value_heads": 48},
+    "hybrid-0.5b": {
+        **llama(1024, 2816, 24, 8, 2, 151936, 4096), "head_dim": 128, "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8, "tie_word_embeddings": True,
+    },
     "hybrid-tiny": {
         **llama(64, 128, 4, 4, 2, 96, 512), "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -68,7 +72,7 @@ SHAPES = {
     "llama-2x1024": llama(1024, 2816, 2, 8, 4, 128256, 8192),
     "qwen3-2x1024": llama(1024, 2816, 2, 8, 4, 151936, 8192),
 }
-OF_CHAINS = {**SHAPES, **MIXTURES}  # of the targets and drafts that eval.replay and eval.bench_auto make
+OF_CHAINS = {**SHAPES, **MIXTURES, **HYBRIDS}  # of the targets and drafts that eval.replay and eval.bench_auto make
 
 
 def random_model(shape: str, device: str = "cpu", seed: int = 0, **sizes: int) -> PreTrainedModel:
@@ -92,7 +96,7 @@ def kind_and_config(shape: str, **sizes: int) -> tuple[type[PreTrainedModel], Pr
         kind, config = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig
     elif shape in GPT_OSS:
         kind, config = GptOssForCausalLM, GptOssConfig
-    return kind, config(**{**OF_CHAINS, **HYBRIDS, **GPT_OSS}[shape] | sizes, eos_token_id=None)
+    return kind, config(**{**OF_CHAINS, **GPT_OSS}[shape] | sizes, eos_token_id=None)
 
 
 def random_start(shape: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
