@@ -30,7 +30,7 @@ from ..rows import cache_format_of
 from .experts import ExpertRows, require_served_experts
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, read_layer
-from .row_bits import BlockBits, Groups, at, outside, times
+from .row_bits import BitsOfBlock, BlockBits, at, outside, times
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
 from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
@@ -109,8 +109,10 @@ class CudaDecoder:
         return self._weights, self.positions
 
     def captures(self, bits: Bits | BlockBits) -> bool:
-        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it from elsewhere than pinned memory."""
+        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, planes are fetched
+        for it from elsewhere than pinned memory, or the host waits for a choice."""
+        if not isinstance(bits, Bits) and bits.waits:
+            return False
         most = bits if isinstance(bits, Bits) else bits.widest
         return all(filled(most, own).weight <= self._captured_bits for own in self._own)
 
@@ -155,7 +157,7 @@ class CudaDecoder:
         added = None  # what the next norm adds to the residual stream first
         for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed, starts))
             if self.sizes.parallel:
                 beside, added = added, None
             elif layer.attention_out is not None:
@@ -164,7 +166,7 @@ class CudaDecoder:
                 continue
             normed, total = normed_sum(total, added, layer.mlp_norm, eps, layer.gate_up_order)
             parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
-            own = at(bits, 2 * number + 1, normed)
+            own = at(bits, 2 * number + 1, normed, starts)
             added = _joined([self._feed_forward(layer, part, own) for part in parts])
             added = beside + added if self.sizes.parallel else added
             if layer.mlp_out is not None:
@@ -174,7 +176,7 @@ class CudaDecoder:
         return self._logits(total, added, pick, outside(bits))
 
     def _mix(
-        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: BitsOfBlock
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
@@ -193,7 +195,7 @@ class CudaDecoder:
             places = places.index_select(0, packing.take)
         return self._positions.index_select(0, places)
 
-    def _feed_forward(self, layer: Layer, normed: Tensor, bits: Bits | Groups) -> Tensor | ExpertRows:
+    def _feed_forward(self, layer: Layer, normed: Tensor, bits: BitsOfBlock) -> Tensor | ExpertRows:
         """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
             added = layer.experts(normed, self._activation, bits)
@@ -222,7 +224,7 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: BitsOfBlock) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
         keys, values = kv.unbind()
