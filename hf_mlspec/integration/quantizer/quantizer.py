@@ -195,7 +195,8 @@ class MLSpecQuantizer(PackedQuantizer):
         elif self._nests:
             nest_loaded(model, self.quantization_config)
         if self.quantization_config.router is not None:
-            self.router = read_router(model, self._router_path(model))
+            every = self.quantization_config.router_every
+            self.router = read_router(model, self._router_path(model)).choosing(every)
             self.quantization_config.router = ROUTER_FILE  # its name wherever the model is saved
         if (streaming := self.quantization_config.streaming) is not None:
             how = {"top_planes": streaming.top_planes, "folder": streaming.folder, "device": self._device}

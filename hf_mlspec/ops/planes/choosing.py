@@ -26,8 +26,8 @@ class ChooserWeights(NamedTuple):
 
     inner float32 ``[hidden, width]``, inner_bias ``[hidden]``, outer ``[candidates, hidden]``, outer_bias
     ``[candidates]``; candidates: int32, rising widths. failed: int32 ``[1]``, set to 1 where a score is NaN or
-    infinite; then the widest is chosen. arrived: int32 zeros, which a call leaves zeros: as many as a call has tokens,
-    and 1 more than a block has 256 features.
+    infinite; then the widest is chosen. arrived: int32 zeros, which a call leaves zeros: as many as a step has tokens,
+    and for a prompt 1 more than a block has parts of 256 features.
     """
 
     inner: Tensor

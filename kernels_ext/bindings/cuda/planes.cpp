@@ -170,7 +170,7 @@ mlspec_cuda_choose_planes check_router(const char* op, const Tensor& x, const Te
   args.arrived = arrived.mutable_data_ptr<int32_t>();
   args.n = x.size(0), args.width = width, args.batch = 1;
   args.hidden = static_cast<int32_t>(hidden), args.num_candidates = static_cast<int32_t>(choices);
-  const int64_t counters = std::max(mlspec_cuda_choose_planes_groups(&args) + 1, args.n);
+  const int64_t counters = means.dim() == 2 ? args.n : mlspec_cuda_choose_planes_groups(&args) + 1;
   TORCH_CHECK_VALUE(arrived.numel() >= counters, op, ": arrived has ", arrived.numel(), " numbers, ", counters, " are needed");
   return args;
 }

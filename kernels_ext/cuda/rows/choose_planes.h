@@ -20,7 +20,7 @@ typedef struct {
   int32_t* widths;   // [1], or [n]
   int32_t* failed;   // [1]: 1 where a score is NaN or infinite; the widest is then chosen
   float* partial;    // mlspec_cuda_choose_planes_room() floats
-  int32_t* arrived;  // zeros, left zeros: mlspec_cuda_choose_planes_groups() + 1, and n at least
+  int32_t* arrived;  // zeros, left zeros: mlspec_cuda_choose_planes_groups() + 1 for a prompt, n for steps
   int64_t n, width, batch;
   int32_t hidden, num_candidates;
   float share;
