@@ -66,6 +66,7 @@ class Routed:
         self.widths = [list(line) for line in (known or widest)]
         self.fresh = [row for row, length in enumerate(lengths) if length]
         self.features: dict[int, Tensor] = {}  # of fresh rows, of the blocks that the pass has come to
+        self.step_features: dict[int, list[Tensor]] = {}  # of tokens that choose on their own, of every row
         self.of_tokens: dict[int, list[list[int]]] = {}
         if steps is not None and all(begin >= end for begin, end in steps.spans):
             self.steps = None
@@ -102,6 +103,7 @@ class Routed:
             known = self.steps.means[row]
             mean = self.features[place][self.fresh.index(row)] if known is None else known[place]
             features = moved(mean, x[row, begin:end], self.router.step_share, self.blocks[place].name)
+            self.step_features.setdefault(place, []).append(features)
             found[row][begin:end] = widths_of(self.router, self.blocks, place, features)
         return found
 
@@ -114,14 +116,16 @@ def at_widths(model: nn.Module, blocks: Sequence[Block], widths: Widths) -> Iter
 
 
 @contextmanager
-def recorded(model: nn.Module, blocks: Sequence[Block], lengths: list[int]) -> Iterator[dict[int, Tensor]]:
-    """A pass inside, at the switch's bits, leaves the pooled input of every block, float32 ``[rows, features]``."""
+def recorded(
+    model: nn.Module, blocks: Sequence[Block], see: Callable[[int, Tensor], Tensor]
+) -> Iterator[dict[int, Tensor]]:
+    """A pass inside, at the switch's bits, leaves ``see(j, input)`` of every block j."""
     found: dict[int, Tensor] = {}
 
     def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
         if place not in found:
             with torch.no_grad():
-                found[place] = pooled(x, lengths, blocks[place].name)
+                found[place] = see(place, x)
         return linear.plain(x)
 
     with in_blocks(model, blocks, product):

@@ -154,7 +154,7 @@ def test_how_often_is_saved_with_the_router_and_refused_where_unknown(model, rou
     hf_mlspec.route(other, router).save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert saved.hf_quantizer.router.every == "step"
-    with pytest.raises(ValueError, match="every is 'token'.*'prompt' or every 'step'"):
+    with pytest.raises(ValueError, match=r"every is 'token'.*'prompt' or every 'step'"):
         hf_mlspec.route(other, router, every="token")
     with pytest.raises(ValueError, match="router_every is 'word'"):
         hf_mlspec.SpeculationConfig(router=router, router_every="word")
