@@ -91,8 +91,9 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def _all(
-    model: PreTrainedModel, router: Router, options: argparse.Namespace, names: tuple = ("known", "routed", "steps", "8")
-) -> Iterator[dict]:
+    model: PreTrainedModel, router: Router, options: argparse.Namespace,
+    names: tuple = ("known", "routed", "steps", "8"),
+) -> Iterator[dict]:  # fmt: skip
     known = known_widths(router)
     for tokens in (16, 64) if options.quick else (256, 2048):
         widths = {"known": known, "routed": None, "steps": None, "8": [8] * len(known)}

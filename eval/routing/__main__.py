@@ -7,11 +7,12 @@
 
 Rows of --tokens tokens: the first --query-tokens are the query that the router sees, what follows is scored. The fixed
 widths are searched greedily on texts of --tune and scored, as the router is, on those of --held. Where the averages
-differ, fixed widths next above and next below are blended. Intervals: queries resampled. The oracle chooses the
-widths of each query, of the first --oracle of every kind, knowing what follows. Without --router one is trained on
---tune for --steps steps (`mlspec route train` does the same). --shares: the same with a choice for each token behind
-the query, whose features are moved by such shares towards its own; --step-router: one trained for that. --drafts: with the router picking planes of drafts, ids
-are compared with those of the target alone on the first so many prompts of each .jsonl file of --held.
+differ, fixed widths next above and next below are blended. Intervals: queries resampled. The oracle chooses the widths
+of each query, of the first --oracle of every kind, knowing what follows. Without --router one is trained on --tune for
+--steps steps (`mlspec route train` does the same). --shares: the same with a choice for each token behind the query,
+whose features are moved by such shares towards its own; --step-router: one trained for that. --drafts: with the router
+picking planes of drafts, ids are compared with those of the target alone on the first so many prompts of each .jsonl
+file of --held.
 """
 
 from __future__ import annotations
@@ -168,6 +169,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.only_drafts:
         yield from of_drafts(model, tokenizer, args.router, args)
         return
+    yield from of_texts(model, teacher, tokenizer, texts, args)
+
+
+def of_texts(
+    model: Any, teacher: Any, tokenizer: Any, texts: dict[str, Any], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Quality on the held texts, then time."""
     rows, kinds = rows_of(texts["held"], tokenizer, args.tokens, args.queries)
     rows = rows.to(args.device)
     held = Scorer(model, teacher, rows, args.query_tokens)
@@ -254,7 +262,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-bits", type=float, default=4.5, metavar="N", help="of a router trained here")
     parser.add_argument("--levels", nargs="*", default=["planes3", "planes4"], metavar="WORD",
                         help="fixed levels beside draft routing (default planes3 planes4)")
-    parser.add_argument("--shares", nargs="*", type=float, default=[], metavar="N", help="of a token in what it chooses")
+    parser.add_argument("--shares", nargs="*", type=float, default=[], metavar="N",
+                        help="of a token in what it chooses")
     parser.add_argument("--step-router", metavar="FILE", help="what mlspec route train --every step wrote")
     parser.add_argument("--only-steps", action="store_true", help="nothing behind --shares and --step-router")
     parser.add_argument("--only-drafts", action="store_true", help="nothing but --drafts")

@@ -91,7 +91,8 @@ class Scorer:
             routed = Routed(router, self.blocks, [self.query] * len(part), steps=steps)
             found.append(self._under(number, part, routed.over(self.model)))
             for row in range(len(part)):
-                each = [list(own) for own in zip(*(of[row][self.query :] for of in routed.of_tokens.values()), strict=True)]
+                of_blocks = [of[row][self.query :] for of in routed.of_tokens.values()]
+                each = [list(own) for own in zip(*of_blocks, strict=True)]
                 bits.append(sum(average_bits(own, self.blocks) for own in each) / len(each))
                 widths += each
         nats, distance = (torch.cat(part) for part in zip(*found, strict=True))

@@ -125,7 +125,8 @@ class SpeculationConfig:
         if self.router is not None and not isinstance(self.router, (str, os.PathLike, Router)):
             raise TypeError(f"router is {self.router!r}, it must be the path of a file of `mlspec route train`")
         if self.router_every is not None and require_every(self.router_every, "router_every") and self.router is None:
-            raise ValueError(f"router_every is {self.router_every!r} and there is no router: name its file, router=FILE")
+            raise ValueError(f"router_every is {self.router_every!r} and there is no router: name its file, "
+                             "router=FILE")  # fmt: skip
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in _cast_activations()):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")

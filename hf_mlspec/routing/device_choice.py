@@ -1,4 +1,4 @@
-"""How are widths chosen on the way of a step of the CUDA decoder without the host? One kernel a block, read by products.
+"""How are widths chosen on the way of a step of the CUDA decoder without the host? By one kernel a block.
 
 Of a prompt the host learns what was chosen once, behind all blocks. Of steps that choose it never does: all that they
 need lies on the device, at addresses that stay, so that a graph holds such a step.
@@ -28,7 +28,7 @@ _numbers = counted()
 
 
 def chooses_on_device(decoder: CudaDecoder, blocks: Sequence[Block], router: Router) -> bool:
-    """Whether products of this decoder read widths that the host does not know: all planes resident, kernels that do."""
+    """Whether products of this decoder read widths that the host does not know: planes resident, kernels for it."""
     linears = [linear for first, last, _ in decoder.blocks() for linear in (first, last)]
     resident = all(isinstance(linear, PlanesTilesLinear) for linear in linears)
     fits = router.hidden <= MOST_HIDDEN and len(router.widths) <= MOST_CANDIDATES

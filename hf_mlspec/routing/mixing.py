@@ -1,8 +1,8 @@
 """How does a loss reach the choice of a width? Every weight is the mean of its prefixes, weighted by the softmax.
 
 W(q) = sum_b p_b(q) W^(b), of QAQ, section 3. The prefixes are dequantized for one layer at a time, forward and again
-backward; nothing of the size of the dense model is kept. Where every step chooses, each token has a mixture of its own:
-the outputs of all prefixes are weighted.
+backward; nothing of the size of the dense model is kept. Where every step chooses, each token has a mixture of its
+own: the outputs of all prefixes are weighted.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _mean(prefixes: Tensor, p: Tensor) -> Tensor:
 
 
 class Mixture:
-    """One pass of a batch, softly routed: every block's probabilities ``[rows, widths]`` afterwards, or ``[rows, tokens,
-    widths]`` where every step chooses."""
+    """One pass of a batch, softly routed: every block's probabilities ``[rows, widths]`` afterwards, or ``[rows,
+    tokens, widths]`` where every step chooses."""
 
     def __init__(self, router: Router, blocks: Sequence[Block], prefixes: Prefixes):
         self.router, self.blocks, self.prefixes = router, list(blocks), prefixes
@@ -87,7 +87,7 @@ class Mixture:
             yield self
 
     def features(self, place: int, x: Tensor, lengths: list[int]) -> Tensor:
-        """What the router sees of ``[rows, tokens, features]``: of each row, or of each token, those of a query alike."""
+        """What the router sees of ``[rows, tokens, features]``: of each row, or of each token, of a query's alike."""
         x, name = x.detach(), self.blocks[place].name
         means = pooled(x, lengths, name)
         if self.router.every != STEP:

@@ -1,4 +1,4 @@
-"""On a GPU: do products read as many planes as the device says, and does a router choose there what it chooses here?"""
+"""On a GPU: do products read as many planes as the device says, and does a router choose there as on a CPU?"""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_steps_choose_for_themselves_behind_their_query(chooser):
         for at in range(17):
             token, which = x[row * 17 + at][None], slice(row, row + 1)
             place = torch.tensor([begin + at], dtype=torch.int32, device=DEVICE)
-            alone = ops.choose_of_steps(token, place, lengths[which], known[which], means[which].contiguous(), own, 0.5)
+            of_row = lengths[which], known[which], means[which].contiguous()
+            alone = ops.choose_of_steps(token, place, *of_row, own, 0.5)
             assert alone.tolist() == found[row * 17 + at : row * 17 + at + 1].tolist()
     assert not own.arrived.any()
 

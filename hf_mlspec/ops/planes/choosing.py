@@ -44,12 +44,12 @@ def _check_router(given: Operands) -> int:
     given.require_float("x")
     if given.x.ndim != 2 or not len(given.x) or given.inner.ndim != 2 or given.outer.ndim != 2:
         shapes = [list(own.shape) for own in (given.x, given.inner, given.outer)]
-        raise ValueError(f"{given.op}: x, inner, outer have shapes {shapes}, expected [tokens, width], [hidden, width], "
-                         "[candidates, hidden]")  # fmt: skip
+        raise ValueError(f"{given.op}: x, inner, outer have shapes {shapes}, expected [tokens, width], [hidden, "
+                         "width], [candidates, hidden]")  # fmt: skip
     width, hidden, choices = given.x.shape[1], len(given.inner), len(given.outer)
     if not 1 <= hidden <= MOST_HIDDEN or not 1 <= choices <= MOST_CANDIDATES:
-        raise ValueError(f"{given.op}: {hidden} hidden units and {choices} candidates, expected 1 to {MOST_HIDDEN} and 1 "
-                         f"to {MOST_CANDIDATES}")  # fmt: skip
+        raise ValueError(f"{given.op}: {hidden} hidden units and {choices} candidates, expected 1 to {MOST_HIDDEN} and "
+                         f"1 to {MOST_CANDIDATES}")  # fmt: skip
     given.require_part("inner", torch.float32, (hidden, width))
     given.require_part("inner_bias", torch.float32, (hidden,))
     given.require_part("outer", torch.float32, (choices, hidden))
@@ -125,8 +125,8 @@ def choose_of_steps(
 ) -> Tensor:
     """Widths of the tokens of rows, x ``[rows * tokens, width]`` -> int32 ``[rows * tokens]``.
 
-    Token t of row r has position ``starts[r] + t``. In front of ``lengths[r]`` it gets ``known[r]``; from there on what
-    ``means[r]``, moved by ``share`` towards its own x, chooses.
+    Token t of row r has position ``starts[r] + t``. In front of ``lengths[r]`` it gets ``known[r]``; from there on
+    what ``means[r]``, moved by ``share`` towards its own x, chooses.
     """
     return _choose_of_steps(x, starts, lengths, known, means, *weights, share)
 
