@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..engines.cuda.decoder import CudaDecoder
 from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +18,7 @@ from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
 from hf_mlspec.routing.cpu_engine import RoutedCpuEngine
 from hf_mlspec.routing.engine import RoutedEngine, routed_engine
+from hf_mlspec.routing.mixing import Mixture, Prefixes
 from hf_mlspec.routing.passes import Routed, Steps
 from hf_mlspec.routing.router import Router
 
@@ -120,6 +122,31 @@ def test_a_chain_writes_what_the_routed_target_writes(target, router, levels, na
     found = routed.generate(ids, assistant_models=levels, speculation_config=config, **options)
     assert found.equal(routed.generate(ids, assistant_models=[], speculation_config={"engine": name}, **options))
     assert not found.equal(hf_mlspec.route(routed, None).generate(ids, assistant_models=[], **options))
+
+
+def test_a_router_is_trained_for_steps_and_meets_its_bits(tmp_path):
+    dense, planes = pair(seed=4)
+    recipe = hf_mlspec.RouterRecipe(4.5, steps=4, batch=4, query_tokens=6, every="step")
+    found = hf_mlspec.train_router(planes, dense, queries(8, 14), recipe)
+    assert found.router.every == "step"
+    assert found.bits == pytest.approx(4.5, abs=0.3)
+    assert all(torch.isfinite(own).all() for own in found.router.state_dict().values())
+    with pytest.raises(ValueError, match="every is 'row'"):
+        hf_mlspec.train_router(planes, dense, queries(8, 14), dataclasses.replace(recipe, every="row"))
+
+
+def test_a_mixture_of_each_token_is_that_of_its_own_width(model, router):
+    blocks, rows, sure = blocks_of(model), torch.tensor([ROW, ROW[::-1]]), copy.copy(router)
+    sure.temperature = 1e-4  # a mixture is then the width of the highest score
+    mixture = Mixture(sure, blocks, Prefixes(blocks, router.widths))
+    with torch.no_grad(), mixture.over(model, [4, 4]):
+        soft = model(input_ids=rows, use_cache=False).logits
+    steps = Steps([(4, 9), (4, 9)], [None, None])
+    with torch.no_grad(), Routed(router, blocks, [4, 4], steps=steps).over(model) as routed:
+        hard = model(input_ids=rows, use_cache=False).logits
+    torch.testing.assert_close(soft, hard, atol=0.3, rtol=0)  # products of planes round their inputs
+    widths = torch.tensor([router.widths[int(own.argmax())] for own in mixture.probabilities[0].flatten(0, 1)])
+    assert widths.tolist() == [own for row in routed.of_tokens[0] for own in row]
 
 
 @pytest.fixture(scope="module")

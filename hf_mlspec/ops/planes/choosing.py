@@ -48,8 +48,8 @@ def _check_router(given: Operands) -> int:
                          "width], [candidates, hidden]")  # fmt: skip
     width, hidden, choices = given.x.shape[1], len(given.inner), len(given.outer)
     if not 1 <= hidden <= MOST_HIDDEN or not 1 <= choices <= MOST_CANDIDATES:
-        raise ValueError(f"{given.op}: {hidden} hidden units and {choices} candidates, expected 1 to {MOST_HIDDEN} and "
-                         f"1 to {MOST_CANDIDATES}")  # fmt: skip
+        raise ValueError(f"{given.op}: {hidden} hidden units and {choices} candidates, expected 1 to {MOST_HIDDEN} "
+                         f"and 1 to {MOST_CANDIDATES}")  # fmt: skip
     given.require_part("inner", torch.float32, (hidden, width))
     given.require_part("inner_bias", torch.float32, (hidden,))
     given.require_part("outer", torch.float32, (choices, hidden))
