@@ -117,15 +117,17 @@ def at_widths(model: nn.Module, blocks: Sequence[Block], widths: Widths) -> Iter
 
 @contextmanager
 def recorded(
-    model: nn.Module, blocks: Sequence[Block], see: Callable[[int, Tensor], Tensor]
-) -> Iterator[dict[int, Tensor]]:
-    """A pass inside, at the switch's bits, leaves ``see(j, input)`` of every block j."""
+    model: nn.Module, blocks: Sequence[Block], lengths: list[int],
+    see: Callable[[int, Tensor, list[int]], Tensor] | None = None,
+) -> Iterator[dict[int, Tensor]]:  # fmt: skip
+    """A pass inside, at the switch's bits, leaves ``see(j, input, lengths)`` of every block j, or its pooled input,
+    float32 ``[rows, features]``."""
     found: dict[int, Tensor] = {}
 
     def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
         if place not in found:
             with torch.no_grad():
-                found[place] = see(place, x)
+                found[place] = see(place, x, lengths) if see else pooled(x, lengths, blocks[place].name)
         return linear.plain(x)
 
     with in_blocks(model, blocks, product):

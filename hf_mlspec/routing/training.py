@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -175,8 +174,7 @@ class _Learner:
         rows = self.samples[self._order(0)[:_PRICED_ROWS]]
         found: list[list[Tensor]] = [[] for _ in self.blocks]
         for part in rows.split(self.recipe.batch):
-            see = partial(self.mixture.features, lengths=self.lengths(part))
-            with recorded(self.model, self.blocks, see) as features:
+            with recorded(self.model, self.blocks, self.lengths(part), self.mixture.features) as features:
                 self.model(input_ids=part, use_cache=False)
             for place, own in enumerate(found):
                 own.append(features[place].flatten(0, -2))

@@ -8,7 +8,6 @@ import torch
 from models import packed, tiny
 
 from hf_mlspec.routing.blocks import blocks_of
-from hf_mlspec.routing.features import pooled
 from hf_mlspec.routing.passes import recorded
 from hf_mlspec.routing.router import Router
 
@@ -31,7 +30,7 @@ def differing(model, seed: int = 5, **options) -> Router:
     blocks = blocks_of(model)
     router = Router(blocks, **options)
     rows = queries(16, 12, seed)
-    with torch.no_grad(), recorded(model, blocks, lambda place, x: pooled(x, [12] * 16, blocks[place].name)) as found:
+    with torch.no_grad(), recorded(model, blocks, [12] * 16) as found:
         model(input_ids=rows, use_cache=False)
     for own, features in zip(router.of, found.values(), strict=True):
         own.mean.copy_(features.mean(0))
