@@ -90,13 +90,11 @@ def test_what_was_fetched_for_a_layer_that_is_passed_over_frees_its_slot(loader,
 def test_what_is_expected_first_does_not_turn_the_search_for_more_to_an_earlier_pass(loader, made):
     passes(loader, made, [8, 8, 8, 8], 1)
     loader.reset()
-    x = torch.ones(1, 1, loader.layers[0].linear.in_features)
     loader._next = 2  # of an earlier pass
-    for place in (0, 1):  # resident
-        loader.layers[place].linear.at_rows(x, [4])
     loader.expect(loader.layers[3].linear, 8)
     assert set(loader._waiting) == {3}
-    loader.layers[0].linear.at_rows(x, [8])
+    assert loader._next == loader._before == -1
+    loader.layers[0].linear.at_rows(torch.ones(1, 1, loader.layers[0].linear.in_features), [8])
     assert set(loader._waiting) == {2, 3}  # the one that comes next, too
 
 
