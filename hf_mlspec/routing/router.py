@@ -91,7 +91,7 @@ class Router(nn.Module):
         width does not depend on its neighbours (invariant 3)."""
         one = self.of[place]
         scores = [one(row[None])[0] for row in features.float().to(one.mean.device)]
-        return [self.widths[int(own.argmax())] for own in scores]
+        return [self.widths[at] for at in torch.stack(scores).argmax(-1).tolist()] if scores else []
 
     @torch.no_grad()
     def foresee(self, place: int, features: Tensor) -> int | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
 from routed import differing, pair, queries
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
@@ -20,7 +23,7 @@ from hf_mlspec.routing.cpu_engine import RoutedCpuEngine
 from hf_mlspec.routing.engine import RoutedEngine, routed_engine
 from hf_mlspec.routing.mixing import Mixture, Prefixes
 from hf_mlspec.routing.passes import Routed, Steps
-from hf_mlspec.routing.router import Router
+from hf_mlspec.routing.router import KIND, Router
 
 ENGINES = {"modules": RoutedEngine, "cpu": RoutedCpuEngine, "cuda": RoutedCudaEngine}
 CPU = torch.device("cpu")
@@ -174,6 +177,14 @@ def test_a_draft_that_chooses_every_step_changes_no_token(target, router, engine
     assert found.equal(target.generate(ids, assistant_models=[], speculation_config={"engine": engine}, **options))
 
 
+def damaged(path, other, **told):
+    """A copy of a router's file whose header says other things, or nothing (None)."""
+    with safe_open(path, "pt") as file:
+        head = json.loads(file.metadata()[KIND]) | told
+    head = {name: value for name, value in head.items() if value is not None}
+    save_file(load_file(path), other, {KIND: json.dumps(head)})
+
+
 def test_how_often_is_saved_with_the_router_and_refused_where_unknown(model, router, folder, tmp_path):
     router.save(tmp_path / "own.safetensors")
     again = Router.load(tmp_path / "own.safetensors", blocks_of(model))
@@ -185,6 +196,12 @@ def test_how_often_is_saved_with_the_router_and_refused_where_unknown(model, rou
     hf_mlspec.route(other, router).save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert saved.hf_quantizer.router.every == "step"
+    for told, message in (({"version": 3}, "reads 1 and 2: upgrade"), ({"every": "row"}, "choice every 'row'")):
+        damaged(tmp_path / "own.safetensors", tmp_path / "other.safetensors", **told)
+        with pytest.raises(ValueError, match=message):
+            Router.load(tmp_path / "other.safetensors", blocks_of(model))
+    damaged(tmp_path / "own.safetensors", tmp_path / "old.safetensors", version=1, every=None, step_share=None)
+    assert Router.load(tmp_path / "old.safetensors", blocks_of(model)).every == "prompt"
     with pytest.raises(ValueError, match=r"every is 'token'.*'prompt' or every 'step'"):
         hf_mlspec.route(other, router, every="token")
     with pytest.raises(ValueError, match="router_every is 'word'"):
