@@ -42,7 +42,7 @@ def floats_at(address: int, *shape: int) -> Tensor:
 
 
 def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
-    """What `choose_widths` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
+    """What `score_choosing` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
     hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
 
     def chosen(block: int, address: int, tokens: int) -> int:

@@ -96,8 +96,8 @@ class CpuDecoder:
             raise failure
         return found
 
-    def choose_widths(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> list[int]:
-        """`choose_widths` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
+    def score_choosing(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> tuple:
+        """`score_choosing` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
         what it raises is raised as it is. ValueError for planes that the weights do not have."""
         known = {own.weight for own in self.bit_choices}
 
@@ -113,7 +113,7 @@ class CpuDecoder:
 
         callback = width_chooser(chosen, self.sizes.hidden)
         try:
-            return self.call("choose_widths", *arguments, address_of(callback))
+            return self.call("score_choosing", *arguments, address_of(callback))
         except RuntimeError as error:
             failure = taken_failure()  # else `call` has told it
             if failure is None:

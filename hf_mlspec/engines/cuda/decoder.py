@@ -31,7 +31,7 @@ from .experts import ExpertRows, Routed
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, LayerLinear, read_layer
 from .ranks import exchange_of
-from .row_bits import BlockBits, Groups, at, outside, times
+from .row_bits import BitsOfBlock, BlockBits, at, outside, times
 from .served import require_read, served_outline
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
@@ -109,8 +109,10 @@ class CudaDecoder:
         return self._weights, self.positions
 
     def captures(self, bits: Bits | BlockBits) -> bool:
-        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it from elsewhere than pinned memory."""
+        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, planes are fetched
+        for it from elsewhere than pinned memory, or the host waits for a choice."""
+        if not isinstance(bits, Bits) and bits.waits:
+            return False
         most = bits if isinstance(bits, Bits) else bits.widest
         return all(filled(most, own).weight <= self._captured_bits for own in self._own)
 
@@ -155,7 +157,7 @@ class CudaDecoder:
         added = None  # what the next norm adds to the residual stream first
         for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed, starts))
             beside, added = (added, None) if self.sizes.parallel else (None, self._of_all_ranks(added))
             if layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
@@ -163,7 +165,7 @@ class CudaDecoder:
                 continue
             normed, total, routed = self._normed_for_mlp(layer, total, added)
             parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
-            own = at(bits, 2 * number + 1, normed)
+            own = at(bits, 2 * number + 1, normed, starts)
             added = _joined([self._feed_forward(layer, part, own, routed) for part in parts])
             added = self._of_all_ranks(added if beside is None else beside + added)
             if layer.mlp_out is not None:
@@ -173,7 +175,7 @@ class CudaDecoder:
         return self._logits(total, added, pick, outside(bits))
 
     def _mix(
-        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: BitsOfBlock
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
@@ -208,7 +210,7 @@ class CudaDecoder:
         return *normed_sum(total, added, norm, eps, layer.gate_up_order), None
 
     def _feed_forward(
-        self, layer: Layer, normed: Tensor, bits: Bits | Groups, routed: Routed | None
+        self, layer: Layer, normed: Tensor, bits: BitsOfBlock, routed: Routed | None
     ) -> Tensor | ExpertRows:
         """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
@@ -238,7 +240,7 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: BitsOfBlock) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
         keys, values = kv.unbind()

@@ -139,6 +139,10 @@ class PlanesTilesLinear:
         count = bits.weight or self.own.weight
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
+    def chosen(self, x: Tensor, widths: Tensor) -> Tensor:
+        """The same with as many planes as int32 ``widths`` on the device says: ``[1]``, or one for each token."""
+        return ops.bitplane_chosen(x, *self.tiles, widths, self.out_features, self.bias, **self.how)
+
 
 class LutTilesLinear:
     """Tiles of ``ops.prepack_lut``, of which a call reads the first few planes and their table."""

@@ -389,18 +389,19 @@ class DecoderObject : public torch::CustomClassHolder {
     return scored("score_routed", level, tokens, counts, starts, kept, want_confidence, want_logits);
   }
 
-  // Feeds one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0 of
-  // the other rows. -> widths of all blocks
-  Ints choose_widths(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts, const Ints& kept,
-                     int64_t draft_window, int64_t choose) {
+  // score of one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0
+  // of the other rows. -> what score gives, widths of all blocks
+  std::tuple<Tensor, Tensor, Tensor, Ints> score_choosing(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                                          const Ints& kept, bool want_confidence, bool want_logits,
+                                                          int64_t draft_window, int64_t choose) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {}, draft_window);
     const auto fed = std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
-    TORCH_CHECK_VALUE(choose && fed == 1, "choose_widths feeds one row, with an address of who picks; got ", fed, " rows");
+    TORCH_CHECK_VALUE(choose && fed == 1, "score_choosing feeds one row, with an address of who picks; got ", fed, " rows");
     mlspec::check_widths(decoder_, Ints(2 * decoder_.layers.size(), 1));
     level.choose = reinterpret_cast<mlspec::ChooseWidth>(choose);
-    scored("choose_widths", level, tokens, counts, starts, kept, false, false);
-    return level.widths;
+    const auto found = scored("score_choosing", level, tokens, counts, starts, kept, want_confidence, want_logits);
+    return std::tuple_cat(found, std::make_tuple(level.widths));
   }
 
   // -> drafted tokens per row, forward passes, seconds in them
@@ -580,7 +581,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)
       .def("score_routed", &DecoderObject::score_routed)
-      .def("choose_widths", &DecoderObject::choose_widths)
+      .def("score_choosing", &DecoderObject::score_choosing)
       .def("draft", &DecoderObject::draft)
       .def("draft_checked", &DecoderObject::draft_checked);
 }
