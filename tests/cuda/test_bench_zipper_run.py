@@ -11,7 +11,7 @@ def test_every_part_is_timed(tmp_path):
     out = tmp_path / "found.json"
     assert main(["--quick", "--tokens", "12", "--batch", "1", "2", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert {line["part"] for line in found} == {"products", "host", "timeline", "rates", "memory"}
+    assert {line["part"] for line in found} == {"products", "host", "timeline", "rates", "replayed", "prefill", "memory"}
     for line in found:
         assert all(value > 0 for key, value in line.items() if key.endswith(("_us", "_s", "times_smaller")))
     assert all(line.get("differing", 0) == 0 for line in found)
