@@ -63,14 +63,14 @@ def _steps(split: Tensor, out_features: int) -> Tensor:
 
 def to_host(split: Tensor, out_features: int, in_features: int) -> HostRows:
     """``split`` of ``prepack_zipper`` on a GPU -> its rows in the host's memory."""
-    high = dense_high(split, out_features, in_features).cpu()
-    header, step = split[:HEADER].cpu(), _steps(split, out_features).cpu()
-    order = high.any(0).logical_not().to(torch.int8).argsort(stable=True)  # the inputs that are needed first
-    count = -(-int(high.any(0).sum()) // BLOCK) * BLOCK
+    high = dense_high(split, out_features, in_features)
+    header, step, is_needed = split[:HEADER], _steps(split, out_features), high.any(0)
+    count = -(-int(is_needed.sum()) // BLOCK) * BLOCK
     if count in (0, in_features):
-        return HostRows(put_together(header, step, high), None, out_features, in_features)
-    columns = order[:count].sort().values
-    return HostRows(put_together(header, step, high[:, columns]), columns.to(split.device), out_features, in_features)
+        return HostRows(put_together(header, step, high, for_cpu=True).cpu(), None, out_features, in_features)
+    columns = (~is_needed).to(torch.int8).argsort(stable=True)[:count].sort().values  # those that are needed, and some more
+    own = put_together(header, step, high[:, columns], for_cpu=True)
+    return HostRows(own.cpu(), columns, out_features, in_features)
 
 
 class _Room:

@@ -52,9 +52,10 @@ def _taken_apart(split: Tensor, out_features: int, in_features: int) -> HighCell
     return HighCells(step, SparseCells(starts, words, bool(split[HEADER])))
 
 
-def put_together(header: Tensor, step: Tensor, high: Tensor) -> Tensor:
-    """``split`` as it stands in tiles (above): int32 ``[4]``, float32 ``[out]``, and the high part int8 ``[out, in]``."""
-    cells = zipper.to_packed(high) if serves(high) else zipper.to_slots(high)
+def put_together(header: Tensor, step: Tensor, high: Tensor, *, for_cpu: bool = False) -> Tensor:
+    """``split`` as it stands in tiles (above), of int32 ``[4]``, float32 ``[out]`` and int8 ``[out, in]``; for_cpu: as
+    tiles of a CPU have it, wherever it is made."""
+    cells = zipper.to_packed(high) if serves(high) and not for_cpu else zipper.to_slots(high)
     begin = words_begin(*high.shape)
     split = torch.zeros(begin + len(cells.words), dtype=torch.int32, device=high.device)
     split[:HEADER], split[HEADER], first = header[:HEADER], int(cells.is_wide), HEADER + 1 + len(high)
