@@ -1,6 +1,7 @@
 """What do weights in two parts cost on a GPU: the low part, the high part there or on the host, whole chains?
 
-    python -m eval.bench_zipper [--part products host timeline rates replayed prefill memory] [--layers 4] [--model FOLDER] [--quick]
+    python -m eval.bench_zipper [--part products host timeline rates replayed prefill memory] [--layers 4] [--quick]
+                                [--model FOLDER]
 
 products   microseconds of the low part, of its float32 sums, of the high part on the device and of both, 8192 x 8192,
            captured, over copies that the L2 cache does not hold

@@ -72,5 +72,6 @@ def _of_rows(trace: Trace, batch: int, tokens: int) -> Trace:
     """So many rows that write as many tokens, the first of them."""
     long = [number for number, row in enumerate(trace.rows) if row.new_tokens >= min(tokens, trace.max_new_tokens)]
     if len(long) < batch:
-        raise ValueError(f"{trace.target.name}: {len(long)} rows of the trace have {tokens} tokens, a batch has {batch}")
+        found = f"{len(long)} rows of the trace have {tokens} tokens"
+        raise ValueError(f"{trace.target.name}: {found}, a batch has {batch}")
     return trace.of_rows(long[:batch])

@@ -29,8 +29,8 @@ from ..ops.zipper import dense_high, put_together, words_begin
 
 
 class HostRows(NamedTuple):
-    """The high part of a weight in the host's memory: ``split`` in tiles of a CPU (ops/zipper.py), of the inputs that it
-    needs. columns: int64 ``[n]`` on the GPU, these inputs, a multiple of 32; None: all."""
+    """The high part of a weight in the host's memory: ``split`` in tiles of a CPU (ops/zipper.py), of the inputs that
+    it needs. columns: int64 ``[n]`` on the GPU, these inputs, a multiple of 32; None: all."""
 
     split: Tensor
     columns: Tensor | None
@@ -54,7 +54,8 @@ class HostRows(NamedTuple):
         if self.columns is not None:
             high = own.new_zeros(self.out_features, self.in_features)
             high[:, self.columns.cpu()] = own
-        return put_together(self.split[:HEADER].to(device), _steps(self.split, self.out_features).to(device), high.to(device))
+        header, step = self.split[:HEADER], _steps(self.split, self.out_features)
+        return put_together(*(part.to(device) for part in (header, step, high)))
 
 
 def _steps(split: Tensor, out_features: int) -> Tensor:
@@ -68,7 +69,7 @@ def to_host(split: Tensor, out_features: int, in_features: int) -> HostRows:
     count = -(-int(is_needed.sum()) // BLOCK) * BLOCK
     if count in (0, in_features):
         return HostRows(put_together(header, step, high, for_cpu=True).cpu(), None, out_features, in_features)
-    columns = (~is_needed).to(torch.int8).argsort(stable=True)[:count].sort().values  # those that are needed, and some more
+    columns = (~is_needed).to(torch.int8).argsort(stable=True)[:count].sort().values  # those needed, and some more
     own = put_together(header, step, high[:, columns], for_cpu=True)
     return HostRows(own.cpu(), columns, out_features, in_features)
 

@@ -3,9 +3,9 @@
     on disk    planes [K, out, in / 8], scale [out, 1], split [4]                    (formats/zipper/weight.py)
     in tiles   planes, scale of the low part, with the row's scale in every group: of 4 bits as int4 weights are
                (int4.py), in groups of the inputs that share a scale as integers; else as bit-planes are (planes/);
-               split int32 [n]: the four integers, 1 where the cells are wide, a step of the high part for each row (the
-               bits of float32), the starts of its cells, and at a multiple of 16 their words (formats/zipper/sparse.py):
-               packed where a kernel of a GPU reads them, else in slots
+               split int32 [n]: the four integers, 1 where the cells are wide, a step of the high part for each row
+               (the bits of float32), the starts of its cells, and at a multiple of 16 their words
+               (formats/zipper/sparse.py): packed where a kernel of a GPU reads them, else in slots
 """
 
 from __future__ import annotations

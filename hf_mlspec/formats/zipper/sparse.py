@@ -3,16 +3,16 @@
 A cell has the values that are not 0. Cells of the same outputs lie one behind the other; ``starts`` int32
 ``[cells + 1]`` says where each begins. Inputs and outputs beyond the weight are 0.
 
-    slots, for CPUs         an output has lane ``output % 32``, and its values fill slots 0, 1, ... of that lane, by input:
-                            int16 [slots of all cells, 32 lanes]; starts count slots, a cell has those of its fullest lane
-                            word: bits 0..5 input of the cell, bits 8..15 value, 0: no value
-    packed, for GPUs        one value behind the other, by output and then input; starts count int32
-                            narrow int16: bits 0..10 place, bits 11..15 value mod 32, for -15 to 16; 0: no value, where the
-                            second half of an int32 is left
-                            wide int32: bits 0..10 place, bits 16..23 value
+    slots, for CPUs     an output has lane ``output % 32``, and its values fill slots 0, 1, ... of that lane, by input:
+                        int16 [slots of all cells, 32 lanes]; starts count slots, a cell has those of its fullest lane
+                        word: bits 0..5 input of the cell, bits 8..15 value, 0: no value
+    packed, for GPUs    one value behind the other, by output and then input; starts count int32
+                        narrow int16: bits 0..10 place, bits 11..15 value mod 32, for -15 to 16; 0: no value, where
+                        the second half of an int32 is left
+                        wide int32: bits 0..10 place, bits 16..23 value
 
-A place is 64 * (output % 32) + column, where the columns are in the order in which tensor cores take the inputs: lane t of
-four reads inputs 16 t to 16 t + 15 of its row, four of them in each of four steps (`_COLUMN`).
+A place is 64 * (output % 32) + column, where the columns are in the order in which tensor cores take the inputs: lane
+t of four reads inputs 16 t to 16 t + 15 of its row, four of them in each of four steps (`_COLUMN`).
 
 A table lookup of 64 entries is one instruction of AVX-512 where the table is a cell's inputs in bfloat16, in two
 registers: 5 % of the weights have a high part, so that sums of several inputs would seldom be looked up.
@@ -31,7 +31,7 @@ OUTPUTS, INPUTS = 32, 64  # of a cell
 NARROW = (-15, 16)
 MAX_INPUTS = 2**20
 _CHUNK = 2**25  # weights whose places are found at once
-# Where an input of a cell stands in a row of 64: step s of four, then what lane t has there: a pair in each half of 16.
+# Where an input of a cell stands in a row of 64: step s of four, then what lane t has there, a pair in each half of 16.
 _COLUMN = torch.tensor([16 * (i % 16 // 4) + 8 * (i % 4 // 2) + 2 * (i // 16) + i % 2 for i in range(INPUTS)])
 
 
@@ -86,7 +86,7 @@ def to_packed(high: Tensor) -> SparseCells:
     """int8 ``[out, in]`` -> its cells as GPUs read them: narrow where the values let them."""
     down, across = cells_of(*high.shape)
     found = _values_of(high)
-    is_wide = bool(len(found.values)) and not NARROW[0] <= int(found.values.min()) <= int(found.values.max()) <= NARROW[1]
+    is_wide = bool(((found.values < NARROW[0]) | (found.values > NARROW[1])).any())
     cell = _cell(found, across)
     order = cell.argsort(stable=True)
     cell, counts = cell[order], torch.bincount(cell, minlength=down * across)
