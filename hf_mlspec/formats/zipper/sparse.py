@@ -31,7 +31,7 @@ OUTPUTS, INPUTS = 32, 64  # of a cell
 NARROW = (-15, 16)
 MAX_INPUTS = 2**20
 _CHUNK = 2**25  # weights whose places are found at once
-# Where an input of a cell stands in a row of 64: step s of four, then what lane t has there, a pair in each half of 16.
+# Where an input of a cell stands in a row of 64: step s of four, then what lane t has there, a pair in each half.
 _COLUMN = torch.tensor([16 * (i % 16 // 4) + 8 * (i % 4 // 2) + 2 * (i // 16) + i % 2 for i in range(INPUTS)])
 
 
