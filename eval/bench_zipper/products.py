@@ -28,7 +28,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         held = [ops.prepack_zipper(*weight.parts) for _ in range(COPIES)]
         how = weight.how
         low_bytes, high_bytes = held[0].planes.nbytes, held[0].split.nbytes
-        _warm(lambda: ops.zipper_linear(torch.ones(16, size, device=device).bfloat16(), held[0], size, how=how))
+        _warm(partial(ops.zipper_linear, torch.ones(16, size, device=device), held[0], size, how=how))
         for rows in ROWS:
             x, low = torch.randn(rows, size, device=device).bfloat16(), torch.randn(rows, size, device=device)
             calls = {
