@@ -14,7 +14,7 @@ from hf_mlspec.ops.operator import REFERENCES
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 70)
-SHAPES = ((200, 1152), (7, 96), (130, 32), (1000, 4096), (64, 14336), (40, 131072))  # the last is of 2,048 cells a slice
+SHAPES = ((200, 1152), (7, 96), (130, 32), (1000, 4096), (64, 14336), (40, 131072))  # the last: 2,048 cells a slice
 
 
 def case(out: int, size: int, **options):
