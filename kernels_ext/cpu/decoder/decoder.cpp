@@ -75,7 +75,6 @@ void Decoder::prepare(Pass& pass, int threads) {
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
-  reserve_tables();
   reserve_adapters(n);
   reserve_experts(threads, n);
   pass.best.resize(kept);

@@ -186,7 +186,6 @@ class Decoder {
   bool reads_wide(const Linear& linear) const;
   mlspec_acts wide_acts(const mlspec_acts& acts) const;
   void pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const;
-  void reserve_tables();
   void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
   void reserve_adapters(int64_t n);
   void add_adapters(Team& team, const Linear* const* parts, int count, const float* x, float* y, int64_t stride, int64_t rows);

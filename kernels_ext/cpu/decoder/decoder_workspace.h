@@ -60,7 +60,6 @@ struct Decoder::Workspace {
   Buffer<uint16_t> wide_acts;  // [n][in]: in bfloat16, where a low part meets integers and a high part does not
   Buffer<char> visit_acts;  // [threads][visit_acts_stride]: the same of the rows of a visit
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
-  Buffer<float> tables;     // [16][in / 4][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> low_rank;   // [n][rank] of each adapter of linears that share their inputs, one behind the other
   Buffer<float> inner;      // [n][intermediate], inputs of down where that has an adapter
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there
