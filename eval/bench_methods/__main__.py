@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="turns that count, behind one that does not")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--threads", type=int, help="of the CPU (torch's own choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a line a model and batch size, as soon as it is there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a line a model and batch size")
     args = parser.parse_args(argv)
     if min(args.draft, args.tokens, args.repeats, args.threads or 1) < 1:
         parser.error("--draft, --tokens, --repeats and --threads are at least 1")
@@ -104,13 +104,13 @@ def timed(model: PreTrainedModel, inputs: Batch, tokens: int, **options: Any) ->
     return time.perf_counter() - began, ids
 
 
-def turn(args: argparse.Namespace, model: PreTrainedModel, batches: list[Batch], told: Turns, counts: bool) -> None:
-    """Both ways, once. counts: whether the times do."""
+def turn(args: argparse.Namespace, model: PreTrainedModel, batches: list[Batch], told: Turns, counted: bool) -> None:
+    """Both ways, once. counted: whether the times are."""
     chain = {"assistant_models": [args.level], "speculation_config": {"num_draft_tokens": args.draft}}
     for at, inputs in enumerate(batches):
         for best, options in ((told.alone, {"assistant_models": []}), (told.chain, chain)):
             seconds, ids = timed(model, inputs, args.tokens, **options)
-            best[at] = min(best[at], seconds) if counts else best[at]
+            best[at] = min(best[at], seconds) if counted else best[at]
             if best is told.alone:
                 told.ids[at] = ids
                 continue
@@ -118,8 +118,8 @@ def turn(args: argparse.Namespace, model: PreTrainedModel, batches: list[Batch],
             told.differing += int((ids != told.ids[at]).sum())
             stats = hf_mlspec.last_stats(model)
             level = stats.levels[0]
-            told.drafted, told.tested, told.accepted = (before + now for before, now in (
-                (told.drafted, level.drafted), (told.tested, level.tested), (told.accepted, level.accepted)))  # fmt: skip
+            for name in ("drafted", "tested", "accepted"):
+                setattr(told, name, getattr(told, name) + getattr(level, name))
             told.tokens, told.row_passes = told.tokens + stats.new_tokens, told.row_passes + stats.row_passes
 
 
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         told = {name: Turns.of(len(own)) for name in models}
         for number in range(args.repeats + 1):
             for name, model in models.items():
-                turn(args, model, own, told[name], counts=number > 0)
+                turn(args, model, own, told[name], counted=number > 0)
         lines = lines_of(size, args, told)
         console.print(shown(size, args, lines))
         differing += sum(line["differing"] for line in lines)
