@@ -144,7 +144,7 @@ class DecoderCache:
         kv = self.kv[:, :, :, :, :slots]
         if {row for _, row in moves}.isdisjoint(range(len(keep))) or all(row > place for place, row in moves):
             for place, row in moves:  # none is overwritten before it is read
-                kv[:, :, place] = kv[:, :, row]
+                _move(kv, place, row)
         else:
             for layer in kv:  # the rows that are gathered are there twice
                 layer[:, : len(keep)] = layer[:, keep]
@@ -273,6 +273,18 @@ def new_kv(decoder: Decoder, batch: int, slots: int, cache_format: CacheFormat |
     shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, dim)
     with torch.inference_mode(False):
         return _zeros(shape, dtype, decoder.device)
+
+
+def _move(kv: Tensor, place: int, row: int) -> None:
+    """Copy a row to another place; little of it on the CPU by the calling thread alone, as `_zeros` writes."""
+    into, values = kv[:, :, place], kv[:, :, row]
+    if kv.device.type != "cpu" or into.numel() > _WRITTEN_ALONE:
+        into.copy_(values)
+        return
+    slots = max(_PIECE // (into.shape[2] * into.shape[4]), 1)
+    for own, other in zip(into.flatten(0, 1), values.flatten(0, 1), strict=True):
+        for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
+            piece.copy_(source)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
