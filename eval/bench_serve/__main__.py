@@ -50,7 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-cpus", metavar="LIST", help="cores of what decodes, as of taskset: 0-7")
     parser.add_argument("--http-cpus", metavar="LIST", help="of `mlspec serve`'s process that speaks HTTP (the same)")
     parser.add_argument("--their-python", metavar="FILE", help="of an environment with transformers' server")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="ask `mlspec serve`, or those of --only, so long")
+    parser.add_argument("--soak", type=float, metavar="SECONDS",
+                        help="ask `mlspec serve`, or the servers of --only, for so long instead")
     parser.add_argument("--seed", type=int, default=0, help="of the limits")
     add_quick(parser, "6 requests of 2 to 8 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
