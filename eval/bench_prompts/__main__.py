@@ -6,9 +6,9 @@
 
 Gap: rows run in a stream, and a request with a long prompt of random tokens joins. Of one running row the longest time
 between two of its rounds from the join until the long prompt has its first token, over the median time before the
-join; once with chunks, and once with prompts that are read at once. Prefix: requests come one after another, all with
-the same first tokens; time to the first token with prefixes kept over that without. The first run of each warms up, and
-its figures go to --json alone; medians over the others. Tokens are compared. A model of fewer positions is given more:
+join; once with chunks, and once with prompts read at once. Prefix: requests come one after another, all with
+the same first tokens; time to the first token with prefixes kept over that without. First runs warm up, and their
+figures go to --json alone; medians over the others. Tokens are compared. A model of fewer positions is given more:
 its tokens mean nothing then, and its times are the same.
 """
 
