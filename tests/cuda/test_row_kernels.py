@@ -207,5 +207,5 @@ def test_low_rank_added(n, inputs, outputs, ranks):
     assert ops.low_rank_added(y[:0], x[:0], down, up, first).shape == (0, outputs)
     with pytest.raises(ValueError, match="down has shape"):
         ops.low_rank_added(y, x, down[:0], up, first)
-    with pytest.raises(TypeError, match=r"up is torch\.bfloat16"):
+    with pytest.raises(TypeError, match="up is "):
         ops.low_rank_added(y, x, down, up.bfloat16(), first)

@@ -5,31 +5,48 @@
 namespace mlspec {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kFewRows = 8;  // up to which a block has one rank, so that more blocks read
+constexpr int kThreads = 256, kWarps = kThreads / kWarp, kStep = kThreads * kVector;
+constexpr int kUpThreads = 64;  // small blocks spread over the chip
+constexpr int kFewRows = 8;     // up to which a block has one rank, so that more blocks read
+constexpr int kUpHeld = 16;     // ranks that a thread reads together
 
-// Lane l of warp w takes vectors w * 32 + l, and every 256th from there; then lanes in a tree, then warps in order.
+// Lane l of warp w takes vectors w * 32 + l, and every 256th from there; then lanes in a tree, then warps in order. The first
+// weights are read while the kernel before still runs: nobody writes them.
 template <int kRanks, int kRows>
 __global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low_rank p) {
+  constexpr int kHeld = kRanks == 1 ? 4 : 1;
   __shared__ float sums[kWarps][kRanks * kRows];
   launch_dependents();
-  wait_for_previous_kernel();
   const auto* x = static_cast<const __nv_bfloat16*>(p.x);
   const int64_t rank = int64_t(blockIdx.x) * kRanks, row = int64_t(blockIdx.y) * kRows;
-  float sum[kRanks][kRows] = {};
-  for (int64_t at = int64_t(threadIdx.x) * kVector; at < p.in_features; at += kThreads * kVector) {
-    float down[kRanks][kVector];
+  float sum[kRanks][kRows] = {}, down[kHeld][kRanks][kVector];
+  const auto read = [&](int64_t at) {
 #pragma unroll
-    for (int i = 0; i < kRanks; ++i) load_vector(p.down + min(rank + i, p.ranks - 1) * p.in_features + at, down[i]);
-#pragma unroll
-    for (int t = 0; t < kRows; ++t) {
-      float v[kVector];
-      load_vector(x + min(row + t, p.n - 1) * p.in_features + at, v);
+    for (int h = 0; h < kHeld; ++h)
 #pragma unroll
       for (int i = 0; i < kRanks; ++i)
+        if (at + h * kStep < p.in_features)
+          load_vector(p.down + min(rank + i, p.ranks - 1) * p.in_features + at + h * kStep, down[h][i]);
+  };
+  int64_t at = int64_t(threadIdx.x) * kVector;
+  read(at);
+  wait_for_previous_kernel();
+  while (at < p.in_features) {
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) sum[i][t] = fmaf(down[i][e], v[e], sum[i][t]);
+    for (int h = 0; h < kHeld; ++h) {
+      if (at + h * kStep >= p.in_features) continue;
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) {
+        float v[kVector];
+        load_vector(x + min(row + t, p.n - 1) * p.in_features + at + h * kStep, v);
+#pragma unroll
+        for (int i = 0; i < kRanks; ++i)
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) sum[i][t] = fmaf(down[h][i][e], v[e], sum[i][t]);
+      }
     }
+    at += kHeld * kStep;
+    read(at);
   }
 #pragma unroll
   for (int i = 0; i < kRanks; ++i)
@@ -47,21 +64,31 @@ __global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low
   p.between[(row + t) * p.ranks + rank + i] = total;
 }
 
-// A thread an output. first: of the ranks that it adds up, the nearest ones there are.
+// A thread an output; its ranks in order.
 template <int kRows>
-__global__ void __launch_bounds__(kThreads) low_rank_up_kernel(mlspec_cuda_low_rank p) {
+__global__ void __launch_bounds__(kUpThreads) low_rank_up_kernel(mlspec_cuda_low_rank p) {
   launch_dependents();
-  const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x, row = int64_t(blockIdx.y) * kRows;
-  wait_for_previous_kernel();
-  if (at >= p.out_features) return;
-  const int64_t first = max(p.first[at], 0);
-  float sum[kRows] = {};
-#pragma unroll 4
-  for (int64_t j = 0; j < p.rank; ++j) {
-    const float up = p.up[j * p.out_features + at];
-    const float* const between = p.between + min(first + j, p.ranks - 1);
+  const int64_t at = int64_t(blockIdx.x) * kUpThreads + threadIdx.x, row = int64_t(blockIdx.y) * kRows;
+  const bool real = at < p.out_features;
+  const int64_t first = real ? p.first[at] : 0;
+  float sum[kRows] = {}, up[kUpHeld];
+  const auto read = [&](int64_t from) {
 #pragma unroll
-    for (int t = 0; t < kRows; ++t) sum[t] = fmaf(up, between[min(row + t, p.n - 1) * p.ranks], sum[t]);
+    for (int h = 0; h < kUpHeld; ++h) up[h] = real && from + h < p.rank ? p.up[(from + h) * p.out_features + at] : 0.f;
+  };
+  read(0);
+  wait_for_previous_kernel();
+  if (!real) return;
+  for (int64_t from = 0; from < p.rank;) {
+#pragma unroll
+    for (int h = 0; h < kUpHeld; ++h) {
+      if (from + h >= p.rank) continue;
+      const int64_t rank = min(max(first + from + h, int64_t(0)), p.ranks - 1);  // the nearest one there is
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) sum[t] = fmaf(up[h], p.between[min(row + t, p.n - 1) * p.ranks + rank], sum[t]);
+    }
+    from += kUpHeld;
+    if (from < p.rank) read(from);
   }
   const auto* y = static_cast<const __nv_bfloat16*>(p.y);
   auto* out = static_cast<__nv_bfloat16*>(p.out);
@@ -73,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) low_rank_up_kernel(mlspec_cuda_low_r
 template <int kRanks, int kRows>
 const char* launch_low_rank(const mlspec_cuda_low_rank& p, const mlspec_cuda_row_launch& how) {
   const unsigned rows = blocks_for(p.n, kRows);
-  const RowGrid down{dim3(blocks_for(p.ranks, kRanks), rows), kThreads}, up{dim3(blocks_for(p.out_features, kThreads), rows), kThreads};
+  const RowGrid down{dim3(blocks_for(p.ranks, kRanks), rows), kThreads}, up{dim3(blocks_for(p.out_features, kUpThreads), rows), kUpThreads};
   const char* wrong = launch_rows(how, down, low_rank_down_kernel<kRanks, kRows>, p);
   return wrong ? wrong : launch_rows(how, up, low_rank_up_kernel<kRows>, p);
 }
