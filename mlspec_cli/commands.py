@@ -297,6 +297,8 @@ def _add_route(commands: Any) -> None:
                              ("batch", positive, "queries a step (default 8)"),
                              ("learning-rate", float, "of Adam (default 0.02)"), ("seed", seed, "default 0")):
         train.add_argument(f"--{name}", type=kind, metavar="N", help=told)
+    train.add_argument("--every", metavar="prompt|step",
+                       help="a choice for each prompt (default), or one more for each token behind it")
     train.add_argument("--plot", metavar="FILE.png", help="draw loss and bits over the steps (needs matplotlib)")
     shown = actions.add_parser("show", help="how many planes each block reads for given prompts")
     shown.add_argument("model", metavar="MODEL", help="folder of the model, dense or in bit-planes")
