@@ -244,7 +244,7 @@ def test_memory_for_a_rotation_is_asked_for_before_it(monkeypatch):
     model = model_of()
     before = model(IDS).logits
     monkeypatch.setattr(needed, "available", lambda device: needed.memory_to_rotate(model) - 1)
-    with pytest.raises(MemoryError, match="calibration needs"):
+    with pytest.raises(MemoryError, match=r"calibration needs .* use a method without quarot, or free some"):
         quantize(model, "quarot")
     assert torch.equal(model(IDS).logits, before)
 

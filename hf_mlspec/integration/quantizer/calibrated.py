@@ -175,7 +175,8 @@ def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> se
 def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> None:
     needed = memory_needed(model, rows, plan.method.needs_hessians)
     if plan.method.rotates:  # its head of its own stays
-        needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
+        needed += model.get_output_embeddings().weight.nbytes
+        require_memory(memory_to_rotate(model), model.device, "use a method without quarot")
     require_memory(needed, model.device)
 
 
