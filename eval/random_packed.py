@@ -97,11 +97,11 @@ def ordered(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def rotated(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with Hadamard matrices in front of o, across heads, and of down."""
+def rotated(model: PreTrainedModel, across_heads: bool = True) -> PreTrainedModel:
+    """The model with Hadamard matrices in front of o, across heads, and of down, or of down alone."""
     heads = model.config.num_attention_heads
     for path, module in _packed(model):
-        if path.endswith("o_proj"):
+        if path.endswith("o_proj") and across_heads:
             how = fitting_hadamard(heads, module.in_features // heads)
         elif path.endswith("down_proj"):
             how = fitting_hadamard(module.in_features)

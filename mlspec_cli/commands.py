@@ -68,9 +68,9 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
     """How codes are chosen on a text. Each is None where it is not given: without a method there is no text."""
     group = parser.add_argument_group("codes chosen on a text (int4, int4-int8, zipper)")
     group.add_argument("--method", metavar="WORD",
-                       help="rtn, gptq, awq, smoothquant, quarot or, for format int4-int8, atom; the last four may "
-                            "end in +gptq; for zipper no awq, but quarot+smoothquant (default: the format rounds to "
-                            "nearest, without a text)")
+                       help="rtn, gptq, awq, smoothquant, quarot, quarot+smoothquant or, for format int4-int8, atom "
+                            "and quarot+atom; all but rtn and gptq may end in +gptq; for zipper no awq and no atom "
+                            "(default: the format rounds to nearest, without a text)")
     group.add_argument("--calibration", metavar="FILE", help="a text file like what the model will read")
     group.add_argument("--samples", type=positive, metavar="N", help="windows of the text (default 32)")
     group.add_argument("--tokens", type=positive, metavar="N", help="tokens of each (default 512)")

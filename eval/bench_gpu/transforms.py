@@ -1,7 +1,8 @@
 """What do int8 outliers, ordered inputs and online rotations cost a captured step, over int4 in groups of 128?
 
 The 8B shape with random codes; steps as in eval/bench_gpu/step.py, all in one process. Ordered: inputs gathered at
-random, as Atom's are by their size. Rotated: o and down have the Hadamard matrices of QuaRot in front.
+random, as Atom's are by their size. Rotated: o and down have the Hadamard matrices of QuaRot in front; down rotated:
+down alone, as SpinQuant has it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def transforms(bench: Bench) -> Iterator[Finding]:
         ("int4-int8", OUTLIERS, lambda: random_outlier_model(shape, bench.device, **sizes)),
         ("int4-int8, ordered", OUTLIERS, lambda: ordered(random_outlier_model(shape, bench.device, **sizes))),
         ("int4, rotated", ROTATED, lambda: rotated(random_int4_model(shape, bench.device, **sizes))),
+        ("int4, down rotated", ROTATED,
+         lambda: rotated(random_int4_model(shape, bench.device, **sizes), across_heads=False)),
     ]
     plain: dict[str, float] = {}
     for name, most, make in made:

@@ -5,7 +5,8 @@
 
 Models of random codes, each prepared and given the same prompt, write greedily without levels, in turns; the least
 time of a step counts, at w4a16 and w4a4. Ordered: inputs are gathered at random, as Atom's are by their size. Rotated:
-o and down have the Hadamard matrices of QuaRot in front. For a GPU: python -m eval.bench_gpu --only transforms.
+o and down have the Hadamard matrices of QuaRot in front, or down alone, as SpinQuant has it. For a GPU:
+python -m eval.bench_gpu --only transforms.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def made(shape: str, sizes: dict[str, int]) -> dict[str, PreTrainedModel]:
         "int4-int8": random_outlier_model(shape, CPU, **sizes),
         "int4-int8, ordered": ordered(random_outlier_model(shape, CPU, **sizes)),
         "int4, rotated": rotated(random_int4_model(shape, CPU, **sizes)),
+        "int4, down rotated": rotated(random_int4_model(shape, CPU, **sizes), across_heads=False),
     }
     return {name: hf_mlspec.prepare(model, engine="cpu") for name, model in models.items()}
 

@@ -31,6 +31,7 @@ from eval.peers.llmcompressor_gptq import llmcompressor_gptq, require_llmcompres
 from eval.rotations.texts import drawn_rows, prompts_by_source
 from eval.scored import GREEDY, WINDOW, continued, perplexity, solutions_of, tasks_of, windows_of
 from hf_mlspec.calibration.clip import at_clip
+from hf_mlspec.calibration.rotation import rotate
 
 PEER = "gptq of llm-compressor"
 PRECISIONS = ("w4a16", "w4a4")
@@ -91,12 +92,15 @@ def peer_model(args: argparse.Namespace, rows: list[list[int]]) -> nn.Module:
 
 def int4_model(args: argparse.Namespace, name: str, calibration: object, tokenizer) -> nn.Module:
     """Loaded, its linears but the head packed. name: of a method, with ", learned" behind it where its rotation is,
-    or ", damping X"."""
+    ", damping X", or ", down alone": rotated, at run time in front of down_proj alone, before the rest of the word."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     method, _, given = name.partition(", ")
     options = {"samples": args.samples, "tokens": WINDOW, "seed": args.seed, "group_size": args.group_size}
     if given.startswith("damping "):
         options["damping"] = float(given.removeprefix("damping "))
+    if given == "down alone":
+        rotate(model, seed=args.seed, online="down")
+        method = method.removeprefix("quarot").removeprefix("+") or "rtn"
     found = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, **options,
                                rotations=args.learned if given == "learned" else None,
                                activation_clip="auto" if "auto" in (args.clips or ()) else None)  # fmt: skip

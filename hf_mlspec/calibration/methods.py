@@ -59,7 +59,7 @@ def formats_of(word: object) -> tuple[str, ...]:
     if method.reorders:
         return ("int4-int8",)
     if method.rotates and method.scaling:
-        return (ROW_SCALED,)
+        return (ROW_SCALED, "int4")
     return ("int4",) if method.scaling == "awq" else ("int4", ROW_SCALED)
 
 

@@ -74,7 +74,7 @@ def turned_inputs(
 @torch.no_grad()
 def rotate(
     model: nn.Module, *, seed: int = 0, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True,
-    online: bool = True,
+    online: bool | str = True,
 ) -> Rotation:  # fmt: skip
     """Rotate a dense causal model in place; its outputs stay the same but for rounding in its dtype.
 
@@ -82,7 +82,8 @@ def rotate(
     the linears and the head; a tied head gets a weight of its own. heads: one on the values of each head, into v_proj
     and o_proj. Both may be given, as SpinQuant's (`read_rotations`): an orthogonal ``[hidden_size, hidden_size]`` R,
     by which rows x of the residual stream become x R, and for each layer one ``[head_dim, head_dim]``. online: in
-    front of o_proj across heads, and of down_proj, with random signs in up_proj. seed: of the signs. Which matrix a
+    front of o_proj across heads, and of down_proj, with random signs in up_proj; "down": of down_proj alone, as
+    SpinQuant has it, one less to compute at run time. seed: of the signs. Which matrix a
     width gets: `fitting_hadamard`. Each weight is rounded to its dtype once; one of a layer, or some rows, are held in
     float32 meanwhile.
 
@@ -100,7 +101,7 @@ def rotate(
 @torch.no_grad()
 def rotate_ends(
     model: nn.Module, *, seed: int = 0, residual: bool | Tensor = True, heads: bool | Sequence[Tensor] = True,
-    online: bool = True,
+    online: bool | str = True,
 ) -> tuple[Rotation, Iterator[int]]:  # fmt: skip
     """`rotate`, of the embedding; -> what it does, and an iterator that rotates one block after another and gives
     their numbers, then the head. Until its end the model is rotated in part."""
@@ -197,9 +198,11 @@ def _require_changeable(model: nn.Module, action: str) -> None:
 
 
 def _planned(
-    model: nn.Module, entry: Description, residual: bool | Tensor, heads: bool | Sequence[Tensor], online: bool,
-    action: str,
+    model: nn.Module, entry: Description, residual: bool | Tensor, heads: bool | Sequence[Tensor],
+    online: bool | str, action: str,
 ) -> Rotation:  # fmt: skip
+    if not isinstance(online, bool) and online != "down":
+        raise ValueError(f"{action}: online is {online!r}, choose True, False or 'down'")
     layer, head = model.get_submodule(entry.layers)[0], model.get_submodule(entry.head)
     parts = {name: layer.get_submodule(place) for name, place in entry.linears.items()}
     own = Heads.of(model, parts)
@@ -221,7 +224,7 @@ def _planned(
     return Rotation(
         residual=stream,
         value=value,
-        across_heads=across if online and not across.is_nothing else None,
+        across_heads=across if online is True and not across.is_nothing else None,
         down=_fitting(parts["down"].weight.shape[1], "intermediate_size", "online", action) if online else None,
         untied=stream is not None and tied,
     )

@@ -97,6 +97,18 @@ def test_each_part_can_be_left_out(parts):
     assert any(isinstance(m, TransformedLinear) for m in model.modules()) == ("online" not in parts)
 
 
+def test_down_alone_can_be_rotated_at_run_time():
+    model = model_of("qwen2")
+    before = logits_of(model)
+    done = rotate(model, online="down")
+    assert (logits_of(model) - before).norm() <= 1e-5 * before.norm()
+    assert (done.across_heads, done.down is None) == (None, False)
+    turned = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, TransformedLinear)}
+    assert turned == {"down_proj"}
+    with pytest.raises(ValueError, match="online is 'o', choose True, False or 'down'"):
+        rotate(model_of("qwen2"), online="o")
+
+
 def test_gains_are_folded_and_a_tied_head_is_untied_and_said(caplog):
     model = model_of("qwen2")
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -73,3 +73,34 @@ def test_clipped_activations_decode_as_plain_torch_has_them(method):
 def chances(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the tokens behind the first."""
     return logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+ROWS = torch.randint(1, 199, (8, 128), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def test_a_rotation_is_learned_and_a_stopped_run_goes_on(tmp_path):
+    model, file = random_model("llama", torch.bfloat16, **SHAPE).to(DEVICE), tmp_path / "R.bin"
+    found = hf_mlspec.learn_rotation(model, file, calibration=ROWS, steps=3)
+    assert (found.T @ found - torch.eye(256)).abs().max() < 1e-5
+    how = {"calibration": ROWS, "rotations": file, "work_folder": tmp_path / "work"}
+    hf_mlspec.quantize(model, "quarot+gptq", **how)
+    (tmp_path / "work" / "block_0001.safetensors").unlink()
+    again = random_model("llama", torch.bfloat16, **SHAPE).to(DEVICE)
+    hf_mlspec.quantize(again, "quarot+gptq", **how)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="holds blocks of a calibration with device 'cuda', now it is None"):
+        hf_mlspec.quantize(random_model("llama", torch.bfloat16, **SHAPE), "quarot+gptq", **how)
+
+
+@pytest.mark.parametrize("method", ["gptq", "quarot+gptq"])
+def test_the_share_of_memory_that_a_process_may_take_is_asked_for_first(method):
+    model = random_model("llama", torch.bfloat16, **SHAPE).to(DEVICE)
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**21) / whole)
+    try:
+        with pytest.raises(MemoryError, match=r"MiB beside the model, \d are free on cuda:0: "):
+            hf_mlspec.quantize(model, method, calibration=ROWS)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)

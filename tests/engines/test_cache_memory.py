@@ -243,3 +243,28 @@ def test_a_row_that_moves_wakes_no_threads(slots):
     assert torch.equal(cache.kv[:, :, [0, 2]], before[:, :, [0, 2]])
     assert 0 < max(copies.sizes) < 2**15
     assert sum(copies.sizes) == LAYERS * 2 * HEADS * slots * DIM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process may map is counted there")
+def test_a_limit_of_addresses_is_a_limit_of_memory():
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken = 1024 * memory._numbers("/proc/self/status")["VmSize:"]
+    resource.setrlimit(resource.RLIMIT_AS, (taken + 2**26, limits[1]))
+    try:
+        free = memory.available(torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert 2**25 < free <= 2**26
+    assert memory.available(torch.device("cpu")) > free
+
+
+def test_the_share_of_a_gpu_that_torch_leaves_a_process_is_what_is_free(monkeypatch):
+    numbers = {"mem_get_info": (60, 80), "get_per_process_memory_fraction": 0.5, "memory_allocated": 10,
+               "memory_reserved": 15}  # fmt: skip
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.available(torch.device("cuda", 0)) == 30  # half of 80, less 10
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    assert memory.available(torch.device("cuda", 0)) == 65

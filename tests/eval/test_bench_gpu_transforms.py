@@ -18,7 +18,7 @@ def test_every_kind_is_timed_and_held_against_int4(monkeypatch):
     bench = program("bench_gpu.findings").Bench(torch.device("cpu"), Path("models"), Path("data"), quick=True)
     with torch.no_grad():
         found = {one.contender: one.value for one in transforms.transforms(bench)}
-    kinds = ["int4-int8", "int4-int8, ordered", "int4, rotated"]
+    kinds = ["int4-int8", "int4-int8, ordered", "int4, rotated", "int4, down rotated"]
     assert set(found) == {"int4", *kinds, *(f"{kind} / int4" for kind in kinds)}
     for kind in kinds:
         assert found[f"{kind} / int4"] == found[kind] / found["int4"]
@@ -34,3 +34,6 @@ def test_the_models_are_what_they_are_called():
     turned = transforms.rotated(transforms.random_int4_model("tiny", torch.device("cpu"), **sizes)).model.layers[0]
     assert turned.self_attn.o_proj.transform_hadamard.tolist() == [4, 1, 64]
     assert turned.mlp.down_proj.transform_hadamard.tolist() == [384, 12, 1]
+    less = transforms.rotated(transforms.random_int4_model("tiny", torch.device("cpu"), **sizes), across_heads=False)
+    assert less.model.layers[0].mlp.down_proj.transform_hadamard.tolist() == [384, 12, 1]
+    assert less.model.layers[0].self_attn.o_proj.transform.word == "none"

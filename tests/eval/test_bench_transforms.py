@@ -17,7 +17,7 @@ def test_a_line_for_every_model_and_precision(tmp_path, capsys):
     out = tmp_path / "lines.jsonl"
     assert program("bench_transforms").main(["--quick", "--threads", "1", "--json", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    names = ["int4", "int4-int8", "int4-int8, ordered", "int4, rotated"]
+    names = ["int4", "int4-int8", "int4-int8, ordered", "int4, rotated", "int4, down rotated"]
     assert [(line["model"], line["precision"]) for line in lines] == [(n, p) for n in names for p in ("w4a16", "w4a4")]
     base = {line["precision"]: line["step_seconds"] for line in lines[:2]}
     assert all(line["of_int4"] == line["step_seconds"] / base[line["precision"]] > 0 for line in lines)

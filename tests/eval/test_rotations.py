@@ -24,4 +24,9 @@ def test_the_damping_of_a_line_is_that_of_its_codes(saved_model, tmp_path):
     tokenizer, ids = AutoTokenizer.from_pretrained(saved_model), [[3, 4, 5] * 20]
     made = [program("rotations").int4_model(args, name, ids, tokenizer) for name in ("gptq", "gptq, damping 0.01")]
     told = [model.config.quantization_config.calibration["damping"] for model in made]
+    turned = program("rotations").int4_model(args, "quarot+gptq, down alone", ids, tokenizer)
+    layer = turned.model.layers[0]
+    assert layer.mlp.down_proj.transform_hadamard.tolist() != [1, 1, 1]
+    assert layer.self_attn.o_proj.transform_hadamard.tolist() == [1, 1, 1]
+    assert turned.config.quantization_config.calibration["method"] == "gptq"
     assert told == [0.1, 0.01]

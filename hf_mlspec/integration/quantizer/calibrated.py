@@ -74,7 +74,7 @@ def quantize(
     method: "rtn" (round to nearest), "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq"; "quarot" (`rotate`
         by ``seed``, then round to nearest), "quarot+gptq" (rotated models take "rtn", "gptq"); for "int4-int8" "atom"
         (inputs by size, the last 128 int8), "quarot+atom" (the residual stream so, the rest rotated), and their
-        "+gptq"; for "zipper" all but AWQ and Atom, and "quarot+smoothquant". format: None: the method's.
+        "+gptq"; for "zipper" all but AWQ and Atom; "quarot+smoothquant" for it and "int4". format: None: the method's.
     calibration: the name of a text file, texts, a `datasets` object with a column "text", or rows of token ids. Of
         text, ``samples`` windows of ``tokens`` tokens are drawn by ``seed``; rows of ids are taken as they are.
     tokenizer: of the text. group_size, symmetric, activation_bits, skip_modules, activation_clip (None: the method's):
@@ -175,7 +175,8 @@ def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> se
 def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> None:
     needed = memory_needed(model, rows, plan.method.needs_hessians)
     if plan.method.rotates:  # its head of its own stays
-        needed = max(needed + model.get_output_embeddings().weight.nbytes, memory_to_rotate(model))
+        needed += model.get_output_embeddings().weight.nbytes
+        require_memory(memory_to_rotate(model), model.device, "use a method without quarot")
     require_memory(needed, model.device)
 
 

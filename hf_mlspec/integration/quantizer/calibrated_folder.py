@@ -56,9 +56,7 @@ def calibrate_folder(
     samples, and write the file ``rotations``, unless it is there. options: of `quantize`. Raises as `quantize_folder`,
     `quantize` and `learn_rotation`.
     """
-    given = {name: options.get(name, own) for name, own in CHOICES.items()}
-    require_choices(method_for(method, config.format), **given)
-    _require_to_learn(learn, given["rotations"])
+    choices = _choices(method, config, learn, options)
     require_device(device)
     require_folder(source)
     require_free(source, target, overwrite)
@@ -69,39 +67,53 @@ def calibrate_folder(
     model = read_model(source, dtype).to(device).eval()
     folder = Path(f"{target.rstrip('/')}.blocks")
     learns = learn and not Path(options["rotations"]).exists()
-    plan = plan_of(model, method, config, **{**given, "rotations": None if learns else given["rotations"]})
+    plan = plan_of(model, method, config, **{**choices, **({"rotations": None} if learns else {})})
     require_disk(model, folder, plan, saved=True)
-    began = time.perf_counter()
-    if learns:
-        how = {name: options[name] for name in ("samples", "tokens", "seed") if name in options}
-        learn_rotation(model, options["rotations"], calibration=calibration, tokenizer=tokenizer,
-                       group_size=config.group_size, **how)  # fmt: skip
-    learning = time.perf_counter() - began if learns else None
+    how = {"calibration": calibration, "tokenizer": tokenizer, **options}
+    learning = _learn(model, config, how) if learns else None
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     keep_in_cache(model, config)
     names = "activation_bits", "skip_modules", "activation_clip"
-    given = {name: getattr(config, name) for name in names} | config.format_settings | options
-    found = quantize(model, method, config.format, calibration=calibration, tokenizer=tokenizer, work_folder=folder,
-                     **given)  # fmt: skip
+    given = {name: getattr(config, name) for name in names} | config.format_settings | how
+    found = quantize(model, method, config.format, work_folder=folder, **given)
     if windows:
         perplexity |= {word: _perplexity(model, windows, word) for word in _precisions(model)}
-    done = time.perf_counter()
-    model.save_pretrained(target, max_shard_size=max_shard_size)
-    copied = copy_tokenizer(source, Path(target))
+    sizes = _saved(model, config, source, target, max_shard_size, begin)
     shutil.rmtree(folder)
-    kept = model.config.quantization_config.modules_to_not_convert
-    sizes = Quantized(
-        format=config.format, bits_per_packed_weight=bits_per_packed_weight(model), **measure(model), kept=kept,
-        copied=copied, quantize_seconds=done - begin, save_seconds=time.perf_counter() - done,
-    )  # fmt: skip
     return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows), learning)
 
 
-def _require_to_learn(learn: bool, file: str | None) -> None:
-    """ValueError where nobody says where a rotation goes."""
-    if learn and file is None:
+def _choices(method: str, config: MLSpecConfig, learn: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of methods; ValueError for what cannot be, and where nobody says where a learned rotation goes."""
+    given = {name: options.get(name, own) for name, own in CHOICES.items()}
+    require_choices(method_for(method, config.format), **given)
+    if learn and given["rotations"] is None:
         raise ValueError("learn writes the file of a rotation: name it, rotations='R.bin'")
+    return given
+
+
+def _saved(
+    model: PreTrainedModel, config: MLSpecConfig, source: str, target: str, max_shard_size: str, begin: float
+) -> Quantized:  # fmt: skip
+    """Write the model with its tokenizer. begin: when its loading began."""
+    done = time.perf_counter()
+    model.save_pretrained(target, max_shard_size=max_shard_size)
+    copied = copy_tokenizer(source, Path(target))
+    return Quantized(
+        format=config.format, bits_per_packed_weight=bits_per_packed_weight(model), **measure(model),
+        kept=model.config.quantization_config.modules_to_not_convert, copied=copied,
+        quantize_seconds=done - begin, save_seconds=time.perf_counter() - done,
+    )  # fmt: skip
+
+
+def _learn(model: PreTrainedModel, config: MLSpecConfig, how: dict[str, Any]) -> float:
+    """Write the file ``rotations``, learned on what the codes are chosen on; -> seconds."""
+    began = time.perf_counter()
+    names = "calibration", "tokenizer", "samples", "tokens", "seed"
+    given = {name: how[name] for name in names if name in how}
+    learn_rotation(model, how["rotations"], group_size=config.group_size, **given)
+    return time.perf_counter() - began
 
 
 def _precisions(model: PreTrainedModel) -> Iterator[str]:
