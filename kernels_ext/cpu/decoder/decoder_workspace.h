@@ -52,6 +52,7 @@ struct Decoder::Workspace {
   Buffer<float> block;      // [n][hidden], a block's output where a norm follows it
   Buffer<float> scored;     // [kScoredTogether][hidden]
   Buffer<float> logits;     // [kScoredTogether][vocab], where nobody asked for them
+  Buffer<float> own_logits; // [kScoredTogether][outputs of head], where processes share it
   Buffer<float> normed;     // [n][hidden], where rows share the lines of packed activations
   Buffer<float> rows;       // [threads][row_stride]: a row and the same in order, or a piece of packing
   Buffer<char> acts;        // activations as the next linear wants them
