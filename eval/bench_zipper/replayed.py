@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+import hf_mlspec
 from eval.plans.places import TRACES
 from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay_captured, reschedule
 
@@ -41,6 +42,8 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     """One for each way and batch; decode only. captured: a whole round is one graph, which a host's part is not."""
     for high_part in ("host", "device", None):
         model = plain(options) if high_part is None else in_two_parts(options, high_part)
+        if high_part == "host":
+            hf_mlspec.prepare(model)  # graphs of drafts outlast the replay in which they are made
         for way in (way for way in WAYS if way.high_part == high_part):
             for batch in options.batch:
                 yield {"way": way.name, "batch": batch, **_rate(options, model, way, batch)}
