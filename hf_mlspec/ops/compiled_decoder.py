@@ -19,7 +19,8 @@ from .rows import ACTIVATIONS
 # mlspec::PlaneReader
 PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)  # mlspec::ChooseWidth
+ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+                               ctypes.c_void_p)  # mlspec::ChooseWidth
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -239,13 +240,17 @@ def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
     decoder.set_plane_reader(*(ctypes.cast(one, ctypes.c_void_p).value for one in (begin, end)))
 
 
-def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
+def width_chooser(choose: Callable[[int, Tensor], list[int] | None], hidden: int) -> ChooseWidth:
     """What `score_choosing` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
-    hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
+    hidden]``): planes of the block for every token, or None where none can be picked; it may not raise."""
 
-    def chosen(block: int, address: int, tokens: int) -> int:
+    def chosen(block: int, address: int, tokens: int, to: int) -> int:
         numbers = (ctypes.c_float * (tokens * hidden)).from_address(address)
-        return choose(block, torch.frombuffer(numbers, dtype=torch.float32).view(tokens, hidden))
+        found = choose(block, torch.frombuffer(numbers, dtype=torch.float32).view(tokens, hidden))
+        if found is None:
+            return -1
+        (ctypes.c_int64 * tokens).from_address(to)[:] = found
+        return 0
 
     return ChooseWidth(chosen)
 
