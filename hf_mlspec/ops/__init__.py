@@ -12,8 +12,9 @@ from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
-from .expert_plans import plan_rows, route_rows
+from .expert_plans import MOST_ROUTED, norm_route_row, plan_rows, route_rows
 from .experts import (
+    GATED_OUTPUTS,
     dense_expert_rows,
     int4_expert_rows,
     mxfp4_expert_rows,
@@ -37,6 +38,7 @@ from .rows import (
     gated,
     gated_in_order,
     gated_pairs,
+    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -55,6 +57,8 @@ from .zipper import (
 )
 
 __all__ = [
+    "GATED_OUTPUTS",
+    "MOST_ROUTED",
     "KernelError",
     "UnreadableLibrary",
     "activated",
@@ -82,12 +86,14 @@ __all__ = [
     "int4_sums",
     "kernel_table",
     "library_hash",
+    "low_rank_added",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
     "pack_gptq_words",

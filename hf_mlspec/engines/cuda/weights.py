@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import Parts
 from ...formats.hadamard import Hadamard
+from ...nn.adapters import is_adapted
 from ...nn.int4_int8 import Int4Int8Linear
 from ...nn.linear import lay_rows
 from ...nn.lut import LutLinear
@@ -218,6 +219,8 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
     Moves the modules' weights (never what they hold). UnknownArchitecture when their weights do not go together.
     """
     for module in modules:
+        if is_adapted(module):
+            raise UnknownArchitecture(f"its {name} carries adapters; those of attention and MLP alone are added")
         linear_shape(module, name)
     bias, rotations = _joined_bias(modules), [rotation_of(module, name) for module in modules]
     with torch.inference_mode(False):  # a tensor made in that mode could not be used outside of it
