@@ -178,6 +178,10 @@ def of_texts(
     """Quality on the held texts, then time."""
     rows, kinds = rows_of(texts["held"], tokenizer, args.tokens, args.queries)
     rows = rows.to(args.device)
+    ids = rows.flatten()[None, : args.prefill_tokens]
+    if args.only_speed:
+        yield from of_speed(model, ids, args)
+        return
     held = Scorer(model, teacher, rows, args.query_tokens)
     rows_to_tune = rows_of(texts["tune"], tokenizer, args.tokens, args.tuned_queries)[0].to(args.device)
     tuned = Scorer(model, teacher, rows_to_tune, args.query_tokens)
@@ -198,15 +202,19 @@ def of_texts(
     yield from of_steps(held, path, routed, args)
     if args.only_steps:
         return
-    ids = rows.flatten()[None, : args.prefill_tokens]
-    yield {"part": "prefill", **of_prefill(model, args.router, ids, args.repeats)}
-    yield {"part": "speed", **of_generate(model, args.router, ids[:, :64], args.new_tokens, args.repeats)}
+    yield from of_speed(model, ids, args)
     if args.drafts:
         yield from of_drafts(model, tokenizer, args.router, args)
     if args.oracle:
         some = torch.cat([rows[kinds == k][: args.oracle] for k in range(len(args.held))])
         few = Scorer(model, teacher, some, args.query_tokens)
         yield from of_oracle(few, path, tuned, float(routed.bits.mean()), args)
+
+
+def of_speed(model: Any, ids: torch.Tensor, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of a prefill, and of generate behind 64 tokens."""
+    yield {"part": "prefill", **of_prefill(model, args.router, ids, args.repeats)}
+    yield {"part": "speed", **of_generate(model, args.router, ids[:, :64], args.new_tokens, args.repeats)}
 
 
 def text_of(file: Path | str) -> list[str]:
@@ -266,6 +274,7 @@ def parser() -> argparse.ArgumentParser:
                         help="of a token in what it chooses")
     parser.add_argument("--step-router", metavar="FILE", help="what mlspec route train --every step wrote")
     parser.add_argument("--only-steps", action="store_true", help="nothing behind --shares and --step-router")
+    parser.add_argument("--only-speed", action="store_true", help="nothing but seconds")
     parser.add_argument("--only-drafts", action="store_true", help="nothing but --drafts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the models run (%(default)s)")

@@ -48,18 +48,21 @@ def of_prefill(model: Any, router: Router, ids: torch.Tensor, repeats: int) -> d
 
 
 def of_generate(model: Any, router: Router, ids: torch.Tensor, new_tokens: int, repeats: int) -> dict[str, float]:
-    """Tokens a second of generate: routed, and all planes module by module and compiled."""
+    """Tokens a second of generate: routed once or every step, alone and with drafts of two planes, and all planes
+    module by module and compiled."""
     how = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
            "attention_mask": torch.ones_like(ids)}  # fmt: skip
 
-    def run(engine: str | None) -> None:
-        model.generate(ids, assistant_models=[], speculation_config={"engine": engine}, **how)
+    def run(engine: str | None, *levels: str) -> None:
+        model.generate(ids, assistant_models=list(levels), speculation_config={"engine": engine}, **how)
 
     def set_router(name: str) -> None:
-        hf_mlspec.route(model, router if name == "routed" else None)
+        hf_mlspec.route(model, router if "routed" in name else None, every="step" if "step" in name else "prompt")
 
-    engines = {"routed": None, "all planes, modules": "modules", "all planes": None}
-    ways = {name: partial(run, engine) for name, engine in engines.items()}
+    ways = {"routed": (None,), "routed, planes2 drafts": (None, "planes2"), "routed every step": (None,),
+            "routed every step, planes2 drafts": (None, "planes2"), "all planes, modules": ("modules",),
+            "all planes, planes2 drafts": (None, "planes2"), "all planes": (None,)}  # fmt: skip
+    ways = {name: partial(run, *own) for name, own in ways.items()}
     found = medians(ways, repeats, set_router)
     hf_mlspec.route(model, None)
     return {name: new_tokens / seconds for name, seconds in found.items()}

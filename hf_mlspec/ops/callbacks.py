@@ -17,7 +17,8 @@ PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
 PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 SumRanks = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64)  # mlspec::Ranks
 GatherRanks = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)  # mlspec::ChooseWidth
+ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+                               ctypes.c_void_p)  # mlspec::ChooseWidth
 
 
 def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
@@ -41,12 +42,16 @@ def floats_at(address: int, *shape: int) -> Tensor:
     return torch.frombuffer(numbers, dtype=torch.float32).view(shape)
 
 
-def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
+def width_chooser(choose: Callable[[int, Tensor], list[int] | None], hidden: int) -> ChooseWidth:
     """What `score_choosing` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
-    hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
+    hidden]``): planes of the block for every token, or None where none can be picked; it may not raise."""
 
-    def chosen(block: int, address: int, tokens: int) -> int:
-        return choose(block, floats_at(address, tokens, hidden))
+    def chosen(block: int, address: int, tokens: int, to: int) -> int:
+        found = choose(block, floats_at(address, tokens, hidden))
+        if found is None:
+            return -1
+        (ctypes.c_int64 * tokens).from_address(to)[:] = found
+        return 0
 
     return ChooseWidth(chosen)
 

@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engines.cuda.decoder import CudaDecoder
-from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill
+from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill, soft_capped
 from ..engines.cuda.row_bits import BlockBits, RowBits
 from ..engines.cuda.steps import CudaSteps
 from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..engines.cuda.weights import PlanesTilesLinear
-from ..engines.engine import Rows
+from ..engines.engine import Guess, Rows
 from ..engines.memory import out_of_memory
 from .blocks import blocks_of
 from .device_choice import ChosenOnDevice, StepBits, StepState, chooses_on_device, weights_on_device
@@ -79,15 +79,28 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         """Of graphs of other widths, which keep streamed planes where they are, too."""
         self._steps, self._row_bits = CudaSteps(self.model, self.decoder), {}
 
-    def _choose(self, r: int, row: list[int], batch: int) -> None:
+    def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
+        """As `Engine.feed`. Where all rows begin here, alone, the passes that choose give their logits."""
+        on = alive or [True] * len(rows)
+        begins = [known is None for known, own in zip(self.chosen, on, strict=True) if own]
+        if not (begins and all(begins)) or (guess is not None and guess.tokens.shape[1]):
+            return super().feed(rows, guess, alive)
+        pairs = enumerate(zip(rows, on, strict=True))
+        found = [self._choose(r, row, len(rows)) if own else None for r, (row, own) in pairs]
+        self.lengths = [len(row) if own else have for row, own, have in zip(rows, on, self.lengths, strict=True)]
+        some = next(own for own in found if own is not None)
+        return torch.stack([torch.zeros_like(some) if own is None else own for own in found])
+
+    def _choose(self, r: int, row: list[int], batch: int) -> Tensor:
+        """As `ChoosingRows._choose`; float32 logits behind the row ``[1, vocab]``."""
         self._reserve(len(row))
         operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
-        pick = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)  # nobody reads its logits
+        pick = torch.tensor([len(row) - 1], device=self.decoder.device)
         how, at_once = {"pick": pick, "draft_window": self.draft_window}, CHUNK
         while True:
             choosing = self._choosing()
             try:
-                self.decoder.forward(
+                logits = self.decoder.forward(
                     *operands, self._kv(batch)[:, :, r : r + 1], bits=choosing, at_once=at_once, **how
                 )
                 break
@@ -100,6 +113,7 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         self.chosen[r], self.lengths[r] = choosing.told(), len(row) - 1
         if self._state is not None:
             self._state.know(r, len(row), self.chosen[r], choosing.means)
+        return soft_capped(logits.float(), self.decoder.logit_softcap)
 
     def _choosing(self) -> ChosenOnDevice | ChosenOnHost:
         """Of one step over a prompt."""

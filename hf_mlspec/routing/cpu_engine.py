@@ -1,8 +1,8 @@
 """How does the decoder of CPUs step a model whose rows read as many planes as their prompts were given?
 
 A prompt is read in one pass of its own, however long it is: each block chooses from all of it. Later calls name the
-planes of every block; rows that read alike share one. Where every step chooses, each token behind a prompt has a pass
-of its own, so that it reads the same planes and gives the same bits in a check as in a step.
+planes of every block; rows that read alike share one. Where every step chooses, all tokens of a call share a pass, in
+which each block multiplies them by as many planes as each has chosen.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class RoutedCpuEngine(ChoosingRows, CpuEngine):
         where = [len(row) * own for own in only], [0] * batch, only
         means: list[Tensor] = []
 
-        def choose(block: int, inputs: Tensor) -> int:
+        def choose(block: int, inputs: Tensor) -> list[int]:
             found = pooled(inputs[None], [len(inputs)], self.blocks[block].name)
             means.append(found[0])
-            return widths_of(self.router, self.blocks, block, found)[0]
+            return widths_of(self.router, self.blocks, block, found) * len(inputs)
 
         begin = time.perf_counter()
         how = False, False, self.draft_window
@@ -60,7 +60,7 @@ class RoutedCpuEngine(ChoosingRows, CpuEngine):
     def _scored(
         self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `CpuEngine` does, a call for all rows that read the same planes, or for each token behind a query."""
+        """As `CpuEngine` does, a call for all rows that read the same planes, or one whose tokens choose."""
         if self.router.every == STEP and any(kept):
             return self._scored_in_steps(tokens, counts, starts, kept, *wanted)
         ends, ways = list(accumulate(counts)), dict.fromkeys(tuple(self.chosen[r]) for r, n in enumerate(kept) if n)
@@ -84,32 +84,30 @@ class RoutedCpuEngine(ChoosingRows, CpuEngine):
     def _scored_in_steps(
         self, tokens: list[int], counts: list[int], starts: list[int], kept: list[int], *wanted: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same row by row: what belongs to its query at its widths, then token by token."""
-        found = []
-        for r, (end, count, start, asked) in enumerate(zip(accumulate(counts), counts, starts, kept, strict=True)):
-            if not asked:
-                continue
-            line, query = tokens[end - count : end], self.queries[r]
-            early = min(count, max(0, query.tokens - start))
-            parts = [self._part(r, line[:early], start, wanted)] if early else []
-            parts += [self._part(r, [token], start + at, wanted) for at, token in enumerate(line[early:], early)]
-            found.append([torch.cat(own)[-asked:] for own in zip(*parts, strict=True)])
-        best, confidence, logits = zip(*found, strict=True)
-        return torch.cat(best), torch.cat(confidence), torch.cat(logits)
+        """The same where each token behind a query chooses."""
+        places = [(r, start + at) for r, (count, start, asked) in enumerate(zip(counts, starts, kept, strict=True))
+                  for at in range(count if asked else 0)]  # fmt: skip
+        begin = end = 0
 
-    def _part(self, r: int, line: list[int], start: int, wanted: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        """Scores of tokens of row r from position ``start`` on: some of its query, or one behind it."""
-        count, query = len(line), self.queries[r]
-        where = [[own * (other == r) for other in range(len(self.chosen))] for own in (count, start, count)]
-        how = self.cache.kv, line, *where, *wanted, self.draft_window
-        if start < query.tokens:
-            return self.decoder.call("score_routed", *how, self.chosen[r])
+        def choose(block: int, inputs: Tensor) -> list[int]:
+            nonlocal begin, end
+            if block == 0:  # the next pass
+                begin, end = end, end + len(inputs)
+            return self._widths_of(block, inputs, places[begin:end])
 
-        def choose(block: int, inputs: Tensor) -> int:
-            features = moved(query.means[block], inputs, self.router.step_share, self.blocks[block].name)
-            return widths_of(self.router, self.blocks, block, features)[0]
+        how = self.cache.kv, tokens, counts, starts, kept, *wanted, self.draft_window
+        return self.decoder.score_choosing(*how, choose=choose, mixes=True)[:3]
 
-        return self.decoder.score_choosing(*how, choose=choose)[:3]
+    def _widths_of(self, block: int, inputs: Tensor, places: list[tuple[int, int]]) -> list[int]:
+        """Of tokens at (row, position): of a query those of the query, of the others what each chooses."""
+        found = [self.chosen[r][block] for r, _ in places]
+        behind = [at for at, (r, place) in enumerate(places) if place >= self.queries[r].tokens]
+        if behind:
+            means = torch.stack([self.queries[places[at][0]].means[block] for at in behind])
+            features = moved(means, inputs[behind], self.router.step_share, self.blocks[block].name)
+            for at, width in zip(behind, widths_of(self.router, self.blocks, block, features), strict=True):
+                found[at] = width
+        return found
 
 
 def why_not_compiled(model: nn.Module, decoder: CpuDecoder) -> str:

@@ -26,8 +26,8 @@ def pooled(hidden: Tensor, lengths: list[int], block: str) -> Tensor:
 
 
 def moved(mean: Tensor, own: Tensor, share: float, block: str) -> Tensor:
-    """float32 ``[features]`` of a query and inputs of tokens behind it ``[tokens, features]`` -> float32 ``[tokens,
-    features]``: the mean, moved by ``share`` towards each. Errors as `pooled`."""
+    """Means of queries, float32 ``[features]`` or ``[tokens, features]``, and inputs of tokens behind them ``[tokens,
+    features]`` -> float32 ``[tokens, features]``: the mean, moved by ``share`` towards each. Errors as `pooled`."""
     return require_finite(torch.lerp(mean.expand(own.shape), own.float(), share), block)
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.modules.attention import ragged_attention_on
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
 from hf_mlspec.routing.cpu_engine import RoutedCpuEngine
@@ -124,7 +125,24 @@ def test_a_chain_writes_what_the_routed_target_writes(target, router, levels, na
     config = {"num_draft_tokens": 3, "engine": name}
     found = routed.generate(ids, assistant_models=levels, speculation_config=config, **options)
     assert found.equal(routed.generate(ids, assistant_models=[], speculation_config={"engine": name}, **options))
+    whole = sum(part.nbytes for own in routed.modules() if isinstance(own, PlanesLinear)
+                for part in own.parts("weight")[:2])  # fmt: skip
+    hf_mlspec.stream_planes(routed, whole * 9 // 10)
+    try:
+        assert found.equal(routed.generate(ids, assistant_models=levels, speculation_config=config, **options))
+    finally:
+        hf_mlspec.stream_planes(routed, None)
     assert not found.equal(hf_mlspec.route(routed, None).generate(ids, assistant_models=[], **options))
+
+
+def test_more_tokens_than_a_pass_takes_choose_as_alone(model, router):
+    alone = after(model, router, "cpu", [4, 5])
+    engine, count = engine_of(model, router, "cpu"), 110  # passes take 512 tokens
+    engine.start(count, CPU)
+    with torch.inference_mode():
+        engine.feed([ROW[:4]] * count)
+        found = engine.feed([ROW[:5]] * count, Guess(torch.tensor([ROW[5:9]] * count), [4] * count))
+    assert all(own.equal(alone[1:]) for own in found)
 
 
 def test_a_router_is_trained_for_steps_and_meets_its_bits(tmp_path):

@@ -96,24 +96,28 @@ class CpuDecoder:
             raise failure
         return found
 
-    def score_choosing(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> tuple:
-        """`score_choosing` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
+    def score_choosing(
+        self, *arguments: Any, choose: Callable[[int, Tensor], list[int]], mixes: bool = False
+    ) -> tuple:
+        """`score_choosing` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes each token reads;
+        all of them as many, unless the call ``mixes`` them;
         what it raises is raised as it is. ValueError for planes that the weights do not have."""
         known = {own.weight for own in self.bit_choices}
 
-        def chosen(block: int, inputs: Tensor) -> int:
+        def chosen(block: int, inputs: Tensor) -> list[int] | None:
             try:
-                if (width := choose(block, inputs)) not in known:  # nobody looks behind the border
-                    told = f"{width} planes were picked for block {block}: its weights have 1 to {max(known)}"
+                widths = choose(block, inputs)
+                if unknown := set(widths) - known:  # nobody looks behind the border
+                    told = f"{unknown.pop()} planes were picked for block {block}: its weights have 1 to {max(known)}"
                     raise ValueError(told)
-                return width
+                return widths
             except BaseException as error:
                 keep_failure(error)
-                return -1
+                return None
 
         callback = width_chooser(chosen, self.sizes.hidden)
         try:
-            return self.call("score_choosing", *arguments, address_of(callback))
+            return self.call("score_choosing", *arguments, address_of(callback), mixes)
         except RuntimeError as error:
             failure = taken_failure()  # else `call` has told it
             if failure is None:

@@ -389,17 +389,19 @@ class DecoderObject : public torch::CustomClassHolder {
     return scored("score_routed", level, tokens, counts, starts, kept, want_confidence, want_logits);
   }
 
-  // score of one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0
-  // of the other rows. -> what score gives, widths of all blocks
+  // score, in whose passes `choose` (mlspec::ChooseWidth, an address) picks the planes of each block: for all tokens of one row, counts
+  // and kept are 0 of the others, in one pass; or, where it mixes, for each token of all rows. -> what score gives, widths of all
+  // blocks, of the last pass' first token
   std::tuple<Tensor, Tensor, Tensor, Ints> score_choosing(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                                           const Ints& kept, bool want_confidence, bool want_logits,
-                                                          int64_t draft_window, int64_t choose) {
+                                                          int64_t draft_window, int64_t choose, bool mixes) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {}, draft_window);
     const auto fed = std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
-    TORCH_CHECK_VALUE(choose && fed == 1, "score_choosing feeds one row, with an address of who picks; got ", fed, " rows");
+    TORCH_CHECK_VALUE(choose && (fed == 1 || mixes), "score_choosing feeds one row, with an address of who picks; got ", fed, " rows");
     mlspec::check_widths(decoder_, Ints(2 * decoder_.layers.size(), 1));
     level.choose = reinterpret_cast<mlspec::ChooseWidth>(choose);
+    level.mixes = mixes;
     const auto found = scored("score_choosing", level, tokens, counts, starts, kept, want_confidence, want_logits);
     return std::tuple_cat(found, std::make_tuple(level.widths));
   }

@@ -175,7 +175,7 @@ mlspec_cuda_choose_planes check_router(const char* op, const Tensor& x, const Te
   return args;
 }
 
-Tensor choose(const CudaCall& call, mlspec_cuda_choose_planes args, const Tensor& x, Tensor& failed, int64_t count) {
+Tensor choose(const CudaCall& call, mlspec_cuda_choose_planes args, const Tensor& x, const Tensor& failed, int64_t count) {
   const Tensor rows = dense(x), widths = at::empty({count}, x.options().dtype(at::kInt));
   args.x = rows.const_data_ptr();
   args.widths = widths.mutable_data_ptr<int32_t>();
@@ -187,8 +187,8 @@ Tensor choose(const CudaCall& call, mlspec_cuda_choose_planes args, const Tensor
   return widths;
 }
 
-Tensor choose_of_prompt(const Tensor& x, Tensor& mean, const Tensor& inner, const Tensor& inner_bias, const Tensor& outer,
-                        const Tensor& outer_bias, const Tensor& candidates, Tensor& failed, Tensor& arrived) {
+Tensor choose_of_prompt(const Tensor& x, const Tensor& mean, const Tensor& inner, const Tensor& inner_bias, const Tensor& outer,
+                        const Tensor& outer_bias, const Tensor& candidates, const Tensor& failed, const Tensor& arrived) {
   constexpr const char* op = "choose_of_prompt";
   const mlspec_cuda_choose_planes args = check_router(op, x, mean, inner, inner_bias, outer, outer_bias, candidates, arrived);
   TORCH_CHECK_VALUE(mean.dim() == 1, op, ": mean has shape ", mean.sizes(), ", expected [width]");
@@ -198,7 +198,7 @@ Tensor choose_of_prompt(const Tensor& x, Tensor& mean, const Tensor& inner, cons
 
 Tensor choose_of_steps(const Tensor& x, const Tensor& starts, const Tensor& lengths, const Tensor& known, const Tensor& means,
                        const Tensor& inner, const Tensor& inner_bias, const Tensor& outer, const Tensor& outer_bias,
-                       const Tensor& candidates, Tensor& failed, Tensor& arrived, double share) {
+                       const Tensor& candidates, const Tensor& failed, const Tensor& arrived, double share) {
   constexpr const char* op = "choose_of_steps";
   mlspec_cuda_choose_planes args = check_router(op, x, means, inner, inner_bias, outer, outer_bias, candidates, arrived);
   TORCH_CHECK_VALUE(means.dim() == 2 && means.size(0) > 0 && x.size(0) % means.size(0) == 0, op, ": means has shape ", means.sizes(),

@@ -54,6 +54,10 @@ void Decoder::prepare(Pass& pass, int threads) {
   if (pass.choose) pass.widths.assign(2 * layers.size(), 1);
   w.widths = pass.widths.empty() ? nullptr : &pass.widths;
   planes_missing = rank_lost = false;
+  w.mixed_block = -1, w.width_now = 0, w.distinct.clear();
+  w.token_widths.reserve(pass.choose ? n : 0), w.distinct.reserve(pass.choose ? n : 0);  // no member of a team may throw
+  const int64_t widest = (shape.gated_heads ? 2 : 1) * heads + 2 * shape.kv_heads * shape.head_dim;
+  w.mixed.reserve(pass.mixes ? n * std::max({widest, 2 * shape.intermediate, shape.hidden}) : 0);
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
   w.qkv.reserve(n * std::max((shape.gated_heads ? 2 : 1) * heads + 2 * shape.kv_heads * shape.head_dim, delta.width()));

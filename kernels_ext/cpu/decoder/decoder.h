@@ -110,8 +110,8 @@ struct Tap {
 };
 
 // Who picks how many planes a block reads of a pass; called by one thread, the caller's. inputs: float32 [tokens][hidden], what the
-// block's first linears are about to read. -1: none can be picked.
-using ChooseWidth = int64_t (*)(int64_t block, const float* inputs, int64_t tokens);
+// block's first linears are about to read. widths: [tokens], of each token; alike but where a pass mixes them. -1: none can be picked.
+using ChooseWidth = int64_t (*)(int64_t block, const float* inputs, int64_t tokens, int64_t* widths);
 
 // One pass of a decoder over at most Decoder::kMaxTokens tokens.
 struct Pass {
@@ -132,6 +132,7 @@ struct Pass {
   Bits bits;                      // of every linear with packed weights; 0: each one's own
   std::vector<int64_t> widths;    // planes of every block, in place of bits there; none: bits
   ChooseWidth choose = nullptr;   // picks them as the pass comes to a block; null: they are known
+  bool mixes = false;             // the tokens of a pass may read different planes of a block
   int64_t draft_window = 0;       // of every layer, as in mlspec_attention_args
   Tap tap;
   bool want_confidence = false;
@@ -199,6 +200,9 @@ class Decoder {
   void embed(Team& team, const Pass& pass);
   void nested_row(int64_t id, uint16_t* row) const;
   void multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
+  bool mixes(const Linear& linear) const;
+  void multiply_mixed(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
+  void multiply_at_once(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void multiply_in_place(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate, int64_t rows);
   void norm_row(const Norm& norm, const float* x, int64_t width, float* y) const;
   void settle(const Pending& pending, const float* block, float* hidden, float* room) const;

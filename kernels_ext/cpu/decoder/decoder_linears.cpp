@@ -10,6 +10,7 @@ namespace mlspec {
 // What the running pass asks of a linear.
 Bits Decoder::asked(const Linear& linear) const {
   const Workspace& w = *work_;
+  if (w.width_now && linear.block >= 0) return {w.width_now, 0};
   return w.widths && linear.block >= 0 ? Bits{(*w.widths)[linear.block], 0} : w.bits;
 }
 
@@ -17,10 +18,46 @@ Bits Decoder::asked(const Linear& linear) const {
 void Decoder::choose_width(Team& team, Pass& pass, int64_t block, int64_t rows) {
   if (!pass.choose) return;
   if (team.index() == 0 && !planes_missing) {
-    const int64_t width = pass.choose(block, work_->normed.data(), rows);
-    planes_missing = width < 0;
-    if (width > 0) pass.widths[block] = width;
+    Workspace& w = *work_;
+    w.token_widths.resize(rows), w.distinct.clear(), w.mixed_block = -1;
+    planes_missing = pass.choose(block, w.normed.data(), rows, w.token_widths.data()) < 0;
+    if (!planes_missing) {
+      pass.widths[block] = w.token_widths[0];
+      if (pass.mixes) w.distinct = w.token_widths;
+      std::sort(w.distinct.begin(), w.distinct.end());
+      w.distinct.erase(std::unique(w.distinct.begin(), w.distinct.end()), w.distinct.end());
+      if (w.distinct.size() > 1) w.mixed_block = block;
+    }
   }
+  team.barrier();
+}
+
+// Whether the tokens of the pass read different planes of a linear.
+bool Decoder::mixes(const Linear& linear) const { return linear.block >= 0 && linear.block == work_->mixed_block; }
+
+// Of every number of planes that occurs the product of all tokens, of which its own are taken: the bits of a token are those of a
+// pass of its own.
+void Decoder::multiply_mixed(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
+                             int64_t rows) {
+  Workspace& w = *work_;
+  int64_t outputs = 0;
+  for (int i = 0; i < count; ++i) outputs += parts[i]->out_features;
+  const size_t kinds = w.distinct.size();
+  for (size_t kind = 0; kind < kinds; ++kind) {
+    const int64_t width = w.distinct[kind];
+    if (team.index() == 0) w.width_now = width;
+    team.barrier();
+    multiply_at_once(team, parts, count, w.mixed.data(), outputs, false, rows);
+    team.share(rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        if (w.token_widths[row] != width) continue;
+        const float* from = w.mixed.data() + row * outputs;
+        float* to = y + row * stride;
+        for (int64_t i = 0; i < outputs; ++i) to[i] = accumulate ? to[i] + from[i] : from[i];
+      }
+    });
+  }
+  if (team.index() == 0) w.width_now = 0;
   team.barrier();
 }
 
@@ -114,6 +151,13 @@ int64_t Decoder::planes_of(const Linear& linear) const {
 // multiplied one weight after the other, while its planes are there. Where they cannot be had, y is left as it was.
 void Decoder::multiply(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
                        int64_t rows) {
+  if (mixes(*parts[0])) return multiply_mixed(team, parts, count, y, stride, accumulate, rows);
+  multiply_at_once(team, parts, count, y, stride, accumulate, rows);
+}
+
+// The same at one number of planes.
+void Decoder::multiply_at_once(Team& team, const Linear* const* parts, int count, float* y, int64_t stride, bool accumulate,
+                               int64_t rows) {
   if (!std::any_of(parts, parts + count, [&](const Linear* part) { return part->fetches(asked(*part)); }))
     return multiply_in_place(team, parts, count, y, stride, accumulate, rows);
   for (int first = 0, next = 0; first < count; first = next) {

@@ -72,7 +72,7 @@ class Feeder {
     pass_.kv = level.kv;
     pass_.want_confidence = want_confidence;
     pass_.bits = level.bits;
-    pass_.widths = level.widths, pass_.choose = level.choose;
+    pass_.widths = level.widths, pass_.choose = level.choose, pass_.mixes = level.mixes;
     pass_.draft_window = level.draft_window;
     pass_.states = level.states;
     pass_.tap = level.tap;
@@ -113,7 +113,7 @@ class Feeder {
     pass_.positions.push_back(position);
     pass_.rows.push_back(row);
     if (kept) pass_.kept.push_back(index);
-    if (index + 1 == Decoder::kMaxTokens && !pass_.choose) flush();  // a choice is by all of a row
+    if (index + 1 == Decoder::kMaxTokens && (!pass_.choose || pass_.mixes)) flush();  // a prompt's choice is by all of a row
   }
 
   void flush() {

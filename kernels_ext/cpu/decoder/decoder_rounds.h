@@ -34,6 +34,7 @@ struct Level {
   double seconds = 0;
   std::vector<int64_t> widths;  // as in Pass; picked in the one pass of the call where `choose` is given
   ChooseWidth choose = nullptr;
+  bool mixes = false;           // as in Pass
 };
 
 // A row from its token number `base` on.

@@ -77,6 +77,10 @@ struct Decoder::Workspace {
   int64_t row_stride = 0, dense_stride = 0, escaped_stride = 0, visit_acts_stride = 0;
   Bits bits;                // of the running pass
   const std::vector<int64_t>* widths = nullptr;  // likewise; null: it has none
+  // Of the block that the pass has come to, where its tokens read different planes:
+  std::vector<int64_t> token_widths, distinct;   // of each token; those that occur, two at least, else none
+  int64_t mixed_block = -1, width_now = 0;       // 0: nothing is multiplied for some of the tokens
+  Buffer<float> mixed;                           // [n][outputs] of all tokens at one of them
 };
 
 }  // namespace mlspec

@@ -36,6 +36,7 @@ template <class Variants>
 __global__ void __launch_bounds__(Variants::kThreads, Variants::kBlocks)
     chosen_kernel(const __grid_constant__ Maps maps, const __grid_constant__ ChosenParams c) {
   const int cluster = int(blockIdx.x) / c.ranks, rank = int(blockIdx.x) % c.ranks;
+  launch_dependents();
   wait_for_previous_kernel();  // which may have written the widths
   const int width = width_of_share(c, cluster / c.clusters), own = cluster % c.clusters;
 #define MLSPEC_OF_WIDTH(planes) \

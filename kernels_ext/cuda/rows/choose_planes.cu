@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(kColumns) choose_of_prompt(const mlspec_cuda_c
   __shared__ float features[kColumns];
   const int group = int(blockIdx.x), groups = int(gridDim.x), shares = int(gridDim.y);
   const int64_t column = int64_t(group) * kColumns + threadIdx.x;
+  launch_dependents();
   wait_for_previous_kernel();
   const int64_t first = blockIdx.y * tokens, end = first + tokens < a.n ? first + tokens : a.n;
   float sum = 0;
@@ -112,6 +113,7 @@ __global__ void __launch_bounds__(kColumns) choose_of_steps(const mlspec_cuda_ch
   const int group = int(blockIdx.x), groups = int(gridDim.x);
   const int64_t token = blockIdx.y, each = a.n / a.batch, row = token / each;
   const int64_t column = int64_t(group) * kColumns + threadIdx.x;
+  launch_dependents();
   wait_for_previous_kernel();
   if (a.starts[row] + token % each < a.lengths[row]) {
     if (group == 0 && threadIdx.x == 0) a.widths[token] = a.known[row];
