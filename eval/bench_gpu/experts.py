@@ -43,7 +43,8 @@ class Shape:
     targets: tuple[float | None, float | None] = (None, None)
 
 
-SHAPES = (Shape("moe-844m"), Shape("qwen3-30b-a3b", 12, 4, (3.3, 2.1)), Shape("gpt-oss-20b", 8, 4, (None, 2.0)))
+SHAPES = (Shape("moe-844m"), Shape("qwen3-30b-a3b", 12, 4, (3.3, 2.1)), Shape("gpt-oss-20b", 8, 4, (None, 2.0)),
+          Shape("gpt-oss-120b", 6, 3, (None, 3.0)))  # fmt: skip
 QUICK = (Shape("moe-tiny", 2, 1), Shape("gpt-oss-tiny", 2, 1))
 
 

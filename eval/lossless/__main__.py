@@ -134,12 +134,12 @@ class Store:
 
 
 def load(plan: dict[str, Any], folder: str, device: str, *, plain: bool = False) -> PreTrainedModel:
-    """The target, quantized while it loads where the plan says so; `plain`: as it is in its folder."""
+    """The target on the device, quantized there while it loads where the plan says so; `plain`: as in its folder."""
     how = {}
     if "quantize" in plan and not plain:
         how["quantization_config"] = hf_mlspec.MLSpecConfig(**{"format": None, **plan["quantize"]})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), **how)
-    return model.to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, plan["dtype"]), device_map=device, **how)
+    return model.eval()
 
 
 def written_alone(model: PreTrainedModel, tokenizer: Any, prompts: list[str], plan: dict[str, Any]) -> list[list[int]]:

@@ -7,6 +7,7 @@ import gc
 import mmap
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -101,8 +102,10 @@ def available(device: torch.device) -> int | None:
     """Bytes that can be allocated on a device at most, None where that is not known: what captured graphs of a GPU
     hold for themselves counts as free."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, whole = torch.cuda.mem_get_info(device)
+        share = int(whole * torch.cuda.get_per_process_memory_fraction(device.index))  # that torch lets a process take
+        taken = torch.cuda.memory_allocated(device)
+        return max(min(free + torch.cuda.memory_reserved(device), share) - taken, 0)
     return _free_on_host() if device.type == "cpu" else None
 
 
@@ -201,14 +204,27 @@ def _madvise():
 
 
 def _free_on_host() -> int | None:
-    """Memory and swap that the system says are free, and what the process's control groups leave of them."""
+    """Memory and swap that the system says are free, and what the process's control groups and its limit of addresses
+    (`ulimit -v`) leave of them."""
     found = _numbers("/proc/meminfo")
     if "MemAvailable:" not in found:
         return None
     files = "active_file", "inactive_file"
     memory = [1024 * found["MemAvailable:"], *_left("memory.max", "memory.current", "", *files)]
     memory += _left("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", *(f"total_{name}" for name in files))
-    return min(memory) + min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
+    swap = min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
+    return min([min(memory) + swap, *_addresses_left()])
+
+
+def _addresses_left() -> list[int]:
+    """Bytes that the process may still map, where that has a limit."""
+    with suppress(ImportError, OSError, ValueError, KeyError):  # not on Windows
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY:
+            return [max(most - 1024 * _numbers("/proc/self/status")["VmSize:"], 0)]
+    return []
 
 
 def _left(limit: str, used: str, controller: str, *dropped: str) -> list[int]:

@@ -12,8 +12,9 @@ from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
 from .delta import delta_rows, sigmoid_gated
 from .dense import bf16_linear, f32_linear
-from .expert_plans import plan_rows, route_rows
+from .expert_plans import MOST_ROUTED, norm_route_row, plan_rows, route_rows
 from .experts import (
+    GATED_OUTPUTS,
     dense_expert_rows,
     int4_expert_rows,
     mxfp4_expert_rows,
@@ -29,6 +30,7 @@ from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
+from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import (
     activated,
@@ -36,6 +38,7 @@ from .rows import (
     gated,
     gated_in_order,
     gated_pairs,
+    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -54,13 +57,19 @@ from .zipper import (
 )
 
 __all__ = [
+    "GATED_OUTPUTS",
+    "MOST_ROUTED",
     "KernelError",
     "UnreadableLibrary",
     "activated",
     "bf16_linear",
+    "bitplane_chosen",
     "bitplane_linear",
     "bitplane_sums",
+    "choose_of_prompt",
+    "choose_of_steps",
     "choose_rows",
+    "chooses_on_device",
     "delta_rows",
     "dense_expert_rows",
     "embed_rows",
@@ -77,12 +86,14 @@ __all__ = [
     "int4_sums",
     "kernel_table",
     "library_hash",
+    "low_rank_added",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
     "pack_gptq_words",

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .dense import _f32_linear
 from .operator import CACHE_FLOATS, Operands, operator
+from .rows import _rms_norm
+
+MOST_ROUTED = 8192  # MLSPEC_CUDA_MOST_ROUTED
 
 
 def rows_of_item(pairs: int, experts: int) -> int:
@@ -126,6 +129,32 @@ def route_rows(
     """
     how = num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale
     return _route_rows(x, router, bias, *how)
+
+
+def _check_norm_route(given: Operands) -> None:
+    given.require_float("x", CACHE_FLOATS)
+    if given.x.ndim != 2 or len(given.x) != 1:
+        raise ValueError(f"{given.op}: x has shape {list(given.x.shape)}, expected [1, hidden]")
+    given.require_same("residual", "x")
+    given.require_float("weight")
+    given.require_shape("weight", given.x.shape[1:])
+    _check_route(given)
+
+
+def _fake_norm_route(given: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return given.x.new_empty(given.x.shape), given.x.new_empty(given.x.shape), *_fake_route(given)
+
+
+@operator(_check_norm_route, _fake_norm_route, composed_on_cpu=True)
+def norm_route_row(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, bias: Tensor | None, num_experts: int,
+    chosen: int, renormalize: int, choice_bias: Tensor | None, groups: int, chosen_groups: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``rms_norm`` of one row x and residual ``[1, hidden]``, and ``route_rows`` of what is normed, with the same bits
+    -> both results, in this order. On a GPU one kernel, from sm_90 on, of up to MOST_ROUTED columns, 256 experts."""
+    normed, total = _rms_norm(x, weight, eps, residual)
+    how = num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale
+    return normed, total, *_route_rows(normed, router, bias, *how)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -18,7 +18,10 @@ from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .nested import nested_linear, require_nested_bits
 from .operator import CACHE_FLOATS, Operands, operator
-from .rows import _rms_norm, gated_pairs
+from .rows import ACTIVATIONS, _rms_norm, gated, gated_pairs
+
+NOT_GATED = -1  # in place of an activation
+GATED_OUTPUTS = 64  # gate before up are a multiple of so many outputs where kernels of GPUs gate them
 
 
 def _check_rows(given: Operands, count: int, in_features: int, out_features: int) -> None:
@@ -37,6 +40,16 @@ def _check_rows(given: Operands, count: int, in_features: int, out_features: int
             f"{given.op}: limit is {given.limit} for {out_features} outputs, expected 0 (none), or a number above for "
             "gate and up in turns"
         )
+    if given.activation != NOT_GATED:
+        if given.activation not in ACTIVATIONS.values():
+            raise ValueError(
+                f"{given.op}: activation is {given.activation}, choose {NOT_GATED} or one of {ACTIVATIONS}"
+            )
+        if given.limit or out_features % 2:
+            raise ValueError(
+                f"{given.op}: activation is {given.activation} for {out_features} outputs with limit {given.limit}: "
+                "gate before up are even in number and have no limit"
+            )
     given.require_numbers("plan", experts.numel() + 3 * most_items(experts.numel(), count))
     if given.bias is not None:
         given.require_float("bias", CACHE_FLOATS)
@@ -64,7 +77,8 @@ def _check_stacked(given: Operands) -> None:
 
 
 def _pairs(given: Operands, out_features: int) -> Tensor:
-    return given.x.new_empty((given.experts.numel(), out_features // 2 if given.limit else out_features))
+    gated = given.limit or given.activation != NOT_GATED
+    return given.x.new_empty((given.experts.numel(), out_features // 2 if gated else out_features))
 
 
 def _by_expert(
@@ -81,50 +95,55 @@ def _by_expert(
     return y
 
 
-def _gated(y: Tensor, slope: float, limit: float) -> Tensor:
+def _gated(y: Tensor, slope: float, limit: float, activation: int) -> Tensor:
+    if activation != NOT_GATED:
+        return gated(y, activation)
     return gated_pairs(y, slope, limit) if limit else y
 
 
 @operator(_check_dense, lambda given: _pairs(given, given.weight.shape[1]), composed_on_cpu=True)
 def _dense_expert_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor, slope: float, limit: float
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor, slope: float, limit: float,
+    activation: int,
+) -> Tensor:  # fmt: skip
     multiply = _bf16_linear if weight.dtype == torch.bfloat16 else _f32_linear
     y = _by_expert(x, bias, experts, *weight.shape[:2], lambda rows, expert, own: multiply(rows, weight[expert], own))
-    return _gated(y, slope, limit)
+    return _gated(y, slope, limit, activation)
 
 
 def dense_expert_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
-    slope: float = 0.0, limit: float = 0.0,
+    slope: float = 0.0, limit: float = 0.0, activation: int = NOT_GATED,
 ) -> Tensor:  # fmt: skip
     """x ``[n, in]``, a row for all of a token's experts, or ``[n * chosen, in]``, one for each, times those of weight
     ``[experts, out, in]``, bfloat16 or float32, that experts and plan of ``route_rows`` say -> ``[n * chosen, out]``.
     bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
     On a GPU x and weight are bfloat16; sums are float32. limit above 0: outputs are gate and up in turns, and the
-    result ``[n * chosen, out / 2]`` is that of ``gated_pairs``."""
-    return _dense_expert_rows(x, weight, bias, experts, plan, slope, limit)
+    result ``[n * chosen, out / 2]`` is that of ``gated_pairs``; activation, a number of ACTIVATIONS: gate comes before
+    up, and the result is that of ``gated``, with the same bits; on a GPU out is then a multiple of GATED_OUTPUTS. Of
+    the products behind a ``route_rows`` the first is one of rows of tokens."""
+    return _dense_expert_rows(x, weight, bias, experts, plan, slope, limit, activation)
 
 
 @operator(_check_stacked, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
 def _mxfp4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
-    out_features: int, activation_bits: int, slope: float, limit: float,
+    out_features: int, activation_bits: int, slope: float, limit: float, activation: int,
 ) -> Tensor:  # fmt: skip
     def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
         tiles = weight_tiles[expert], scale_tiles[expert]
         return mxfp4_linear(rows, *tiles, out_features, own, activation_bits)
 
-    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit, activation)
 
 
 def mxfp4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
-    out_features: int, activation_bits: int, slope: float = 0.0, limit: float = 0.0,
+    out_features: int, activation_bits: int, slope: float = 0.0, limit: float = 0.0, activation: int = NOT_GATED,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times MXFP4 weights, those of ``prepack_mxfp4`` of every expert stacked, as
     ``mxfp4_linear`` multiplies each."""
-    how = out_features, activation_bits, slope, limit
+    how = out_features, activation_bits, slope, limit, activation
     return _mxfp4_expert_rows(x, weight_tiles, scale_tiles, bias, experts, plan, *how)
 
 
@@ -132,7 +151,7 @@ def mxfp4_expert_rows(
 def _int4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
-    slope: float, limit: float,
+    slope: float, limit: float, activation: int,
 ) -> Tensor:  # fmt: skip
     how = {"group_size": group_size, "activation_bits": activation_bits, "activation_clip": activation_clip}
 
@@ -140,17 +159,17 @@ def _int4_expert_rows(
         tiles = weight_tiles[expert], scale_tiles[expert], None if zero_tiles is None else zero_tiles[expert]
         return int4_linear(rows, *tiles, out_features, own, **how)
 
-    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit)
+    return _gated(_by_expert(x, bias, experts, len(weight_tiles), out_features, multiply), slope, limit, activation)
 
 
 def int4_expert_rows(
     x: Tensor, weight_tiles: Tensor, scale_tiles: Tensor, zero_tiles: Tensor | None, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, group_size: int, activation_bits: int, activation_clip: float,
-    slope: float = 0.0, limit: float = 0.0,
+    slope: float = 0.0, limit: float = 0.0, activation: int = NOT_GATED,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times int4 weights, those of ``prepack_int4`` of every expert stacked, as
     ``int4_linear`` multiplies each."""
-    how = out_features, group_size, activation_bits, activation_clip, slope, limit
+    how = out_features, group_size, activation_bits, activation_clip, slope, limit, activation
     return _int4_expert_rows(x, weight_tiles, scale_tiles, zero_tiles, bias, experts, plan, *how)
 
 
@@ -171,7 +190,7 @@ def _check_nested(given: Operands) -> None:
 def _nested_expert_rows(
     x: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, codebook: Tensor, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, weight_bits: int, activation_bits: int, slope: float,
-    limit: float,
+    limit: float, activation: int,
 ) -> Tensor:  # fmt: skip
     """Knows no escapes."""
     how = {"weight_bits": weight_bits, "activation_bits": activation_bits}
@@ -180,13 +199,14 @@ def _nested_expert_rows(
         tiles = draft_tiles[expert], exponent_tiles[expert], low_tiles[expert], codebook[expert]
         return nested_linear(rows, *tiles, out_features, own, **how)
 
-    return _gated(_by_expert(x, bias, experts, len(draft_tiles), out_features, multiply), slope, limit)
+    return _gated(_by_expert(x, bias, experts, len(draft_tiles), out_features, multiply), slope, limit, activation)
 
 
 def nested_expert_rows(
     x: Tensor, draft_tiles: Tensor, exponent_tiles: Tensor, low_tiles: Tensor, codebook: Tensor, bias: Tensor | None,
     experts: Tensor, plan: Tensor, out_features: int, weight_bits: int, activation_bits: int, slope: float = 0.0,
-    limit: float = 0.0, *, escape_rows: Tensor | None = None, escape_weight: Tensor | None = None,
+    limit: float = 0.0, activation: int = NOT_GATED, *, escape_rows: Tensor | None = None,
+    escape_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As ``dense_expert_rows``, times nested weights, those of ``prepack_nested`` of every expert stacked, codebook
     uint8 ``[experts, 8]``: at 16 and 16 bits exactly, with the bits of ``dense_expert_rows`` on the weight that was
@@ -195,12 +215,12 @@ def nested_expert_rows(
     how = out_features, weight_bits, activation_bits
     tiles = draft_tiles, exponent_tiles, low_tiles, codebook
     if escape_rows is None or escape_weight is None or weight_bits != 16:
-        return _nested_expert_rows(x, *tiles, bias, experts, plan, *how, slope, limit)
-    y = _nested_expert_rows(x, *tiles, bias, experts, plan, *how, 0.0, 0.0)
+        return _nested_expert_rows(x, *tiles, bias, experts, plan, *how, slope, limit, activation)
+    y = _nested_expert_rows(x, *tiles, bias, experts, plan, *how, 0.0, 0.0, NOT_GATED)
     own = None if bias is None else bias.gather(1, escape_rows)
     exact = dense_expert_rows(x, escape_weight, own, experts, plan)
     rows = escape_rows[experts.flatten().long().clamp(max=len(escape_rows) - 1)]
-    return _gated(y.scatter_(1, rows, exact), slope, limit)
+    return _gated(y.scatter_(1, rows, exact), slope, limit, activation)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

@@ -64,6 +64,29 @@ def test_tokens_go_where_plain_torch_sends_them(count, chosen, hidden, renormali
         assert rows.max() <= rows_of_item(own.numel(), count)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shared", "sigmoids"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(("count", "chosen", "hidden"), [(6, 2, 64), (128, 8, 2048), (160, 6, 4104), (32, 4, 2880),
+                                                         (256, 8, 8192)])  # fmt: skip
+def test_a_row_that_is_normed_and_routed_at_once_has_the_same_bits(count, chosen, hidden, shared, sigmoids, dtype):
+    x, router = routed(count, hidden, 7, shared, dtype)
+    residual, weight = torch.randn(7, hidden, device=DEVICE).bfloat16(), torch.randn(hidden, device=DEVICE).to(dtype)
+    bias = torch.randn(count + shared, device=DEVICE)
+    how = count, chosen, 1, torch.randn(count, device=DEVICE), 2, 1 if chosen * 2 <= count else 2, 2.5
+    how = how if sigmoids else (count, chosen, 1, None, 1, 1, 1.0)
+    for row in range(7):
+        own, beside = x[row : row + 1], residual[row : row + 1]
+        poison((1, hidden), (1, hidden))
+        normed, total, *found = ops.norm_route_row(own, beside, weight, 1e-6, router, bias, *how)
+        expected = ops.rms_norm(own, weight, 1e-6, beside)
+        assert torch.equal(normed, expected[0])
+        assert torch.equal(total, expected[1])
+        for part, plain in zip(found, ops.route_rows(normed, router, bias, *how), strict=True):
+            assert torch.equal(part, plain)
+    with pytest.raises(ValueError, match=r"norm_route_row: x has shape \[2, \d+\], expected \[1, hidden\]"):
+        ops.norm_route_row(x[:2], residual[:2], weight, 1e-6, router, bias, *how)
+
+
 # Experts, chosen, hidden, groups, of which so many are looked at; lanes that are not full, most groups, most experts.
 SIGMOIDS = ((256, 8, 512, 8, 4), (128, 8, 256, 1, 1), (40, 3, 72, 5, 2), (6, 2, 64, 3, 1), (128, 6, 64, 64, 40),
             (1024, 32, 64, 16, 3))  # fmt: skip
@@ -306,14 +329,46 @@ def test_summed_and_normed_at_once_it_has_the_same_bits(shared, weighed, dtype, 
         ops.weighted_norm_rows(rows, weights, beside, residual[1:], weight, 1e-6)
 
 
-def test_a_layer_only_enqueues_and_can_be_captured():
-    up, down = ExpertCase(FORMATS[0], 16, 2 * 96, 256, 32), ExpertCase(FORMATS[1], 16, 256, 96, 32)
-    x, router = up.x.clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_gate_before_up_is_gated_with_the_same_bits(form):
+    case = ExpertCase(form, 6, 320, 384, 300)  # 160 of gate: halves of tiles, odd in number
+    bias = torch.randn(6, 320, device=DEVICE)
+    for tokens, activation in ((1, 0), (9, 1), (40, 2), (300, 0), (300, 3), (1, 4)):
+        experts = some_experts(tokens, 6, 2)
+        expected = ops.gated(case.multiply(case.x[:tokens], experts, bias=bias), activation)
+        poison((tokens * 2, 160))
+        assert torch.equal(case.multiply(case.x[:tokens], experts, None, bias, (0.0, 0.0, activation)), expected)
+    for out, clamp, message in (
+        (320, (0.0, 0.0, 5), "activation is 5"), (320, (1.7, 7.0, 0), "activation is 0 and limit 7"),
+        (200, (0.0, 0.0, 0), "200 outputs, the CUDA kernels take gate before up in multiples of 64"),
+    ):  # fmt: skip
+        other = ExpertCase(form, 6, out, 384, 1)
+        with pytest.raises(ValueError, match=f"expert_rows: {message}"):
+            other.multiply(other.x, some_experts(1, 6, 2), clamp=clamp)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32, 200])
+@pytest.mark.parametrize("fused", [False, True], ids=["gated apart", "gated"])
+def test_a_layer_only_enqueues_and_can_be_captured(fused, tokens):
+    """Several in a row, each sent by what the one before it made: no product reads a plan that is not written yet."""
+    up, down = ExpertCase(FORMATS[0], 16, 2 * 96, 256, 200), ExpertCase(FORMATS[1], 16, 256, 96, 200)
+    x, router = up.x[:tokens].clone(), torch.randn(16, 256, device=DEVICE).bfloat16()
 
     def layer() -> torch.Tensor:
-        experts, weights, plan = ops.route_rows(x, router, None, 16, 4, 1)
-        inner = ops.gated(up.multiply(x, experts, plan), 0)
-        return ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
+        rows = x
+        for chosen in (4, 1, 4, 8):
+            if fused and tokens == 1:
+                how = torch.ones(256, device=DEVICE), 1e-6, router, None, 16, chosen, 1, None, 1, 1, 1.0
+                rows, _, experts, weights, plan = ops.norm_route_row(rows, x, *how)
+            else:
+                experts, weights, plan = ops.route_rows(rows, router, None, 16, chosen, 1)
+            if fused:
+                inner = up.multiply(rows, experts, plan, None, (0.0, 0.0, 0))
+            else:
+                inner = ops.gated(up.multiply(rows, experts, plan), 0)
+            rows = ops.weighted_rows(down.multiply(inner, experts, plan), weights, None)
+            rows = ops.rms_norm(rows, torch.ones(256, device=DEVICE), 1e-6, x)[0]
+        return rows
 
     layer()
     graph = torch.cuda.CUDAGraph()

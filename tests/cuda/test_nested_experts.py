@@ -62,7 +62,7 @@ def test_exact_products_are_those_of_dense_experts(out, size, rows, escaped):
     case = Case(6, out, size, rows, escaped)
     experts, bias = some_experts(rows, 6, 2), torch.randn(6, out, device=DEVICE)
     plan = ops.plan_rows(experts, 6)
-    for clamp in ((), (1.702, 7.0)):
+    for clamp in ((), (1.702, 7.0), *([(0.0, 0.0, 0)] if out % 64 == 0 else [])):
         expected = ops.dense_expert_rows(case.x, case.dense, bias, experts, plan, *clamp)
         assert torch.equal(case.multiply(case.x, experts, (16, 16), bias, clamp), expected)
 
@@ -84,6 +84,8 @@ def test_drafts_follow_their_values(out, size, rows, bits):
         assert ((found[own].double() - expected).abs() <= most).all()
     alone = case.multiply(case.x[:1].contiguous(), experts[:1].contiguous(), bits)
     assert torch.equal(alone, found[:2])
+    if out % 64 == 0:
+        assert torch.equal(case.multiply(case.x, experts, bits, None, (0.0, 0.0, 1)), ops.gated(found, 1))
 
 
 def nested_on_gpu(name: str) -> tuple[nn.Module, nn.Module]:

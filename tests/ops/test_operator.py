@@ -27,8 +27,8 @@ SCHEMAS = [
     "delta_rows(Tensor qkvz, Tensor? ba, Tensor taps, Tensor rate, Tensor shift, Tensor norm, float eps, "
     "Tensor starts, Tensor counts, Tensor marks, Tensor(a!) states, Tensor(b!) inputs, int[] sizes, int settles, "
     "int behind, Tensor? bias, Tensor? skip, int normed) -> Tensor",
-    "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit) "
-    "-> Tensor",
+    "dense_expert_rows(Tensor x, Tensor weight, Tensor? bias, Tensor experts, Tensor plan, float slope, float limit, "
+    "int activation) -> Tensor",
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
@@ -37,14 +37,18 @@ SCHEMAS = [
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
     "int4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, Tensor? bias, Tensor "
     "experts, Tensor plan, int out_features, int group_size, int activation_bits, float activation_clip, float slope, "
-    "float limit) -> Tensor",
+    "float limit, int activation) -> Tensor",
     "mxfp4_expert_rows(Tensor x, Tensor weight_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
-    "int out_features, int activation_bits, float slope, float limit) -> Tensor",
+    "int out_features, int activation_bits, float slope, float limit, int activation) -> Tensor",
+    "norm_route_row(Tensor x, Tensor residual, Tensor weight, float eps, Tensor router, Tensor? bias, int "
+    "num_experts, int chosen, int renormalize, Tensor? choice_bias, int groups, int chosen_groups, float scale) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "ordered_rows(Tensor x, Tensor order) -> Tensor",
     "pack_awq(Tensor words) -> Tensor",
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
+    "low_rank_added(Tensor y, Tensor x, Tensor down, Tensor up, Tensor first) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
@@ -59,7 +63,7 @@ SCHEMAS = [
     "activation_bits) -> Tensor",
     "nested_expert_rows(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, "
     "Tensor? bias, Tensor experts, Tensor plan, int out_features, int weight_bits, int activation_bits, float slope, "
-    "float limit) -> Tensor",
+    "float limit, int activation) -> Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "

@@ -19,7 +19,10 @@ from .weights import JoinedLinear, filled, joined
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 _MOST, _MOST_GROUPS = 1024, 64  # MLSPEC_CUDA_MOST_EXPERTS, MLSPEC_CUDA_MOST_GROUPS
+_MOST_BY_CLUSTER = 256  # experts, of which one cluster chooses
 _MOST_NORMED = 16384  # columns of a row that one kernel sums and norms
+Routed = tuple[Tensor, Tensor, Tensor]  # of ops.route_rows
+Gate = tuple[float, ...]  # slope, limit and activation of ops.dense_expert_rows; (): outputs are not gated
 
 
 class DenseExperts:
@@ -30,12 +33,10 @@ class DenseExperts:
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
 
-    def __call__(
-        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
-        """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``, or with a clamp the half, gated as `ops.gated_pairs`
-        does; bits mean nothing to dense weights."""
-        return ops.dense_expert_rows(x, self.weight, self.bias, experts, plan, *(clamp or ()))
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, gate: Gate = ()) -> Tensor:
+        """``[n, in]`` or ``[pairs, in]`` -> ``[pairs, out]``, or with a gate the half; bits mean nothing to dense
+        weights."""
+        return ops.dense_expert_rows(x, self.weight, self.bias, experts, plan, *gate)
 
 
 class FourBitExperts:
@@ -49,15 +50,13 @@ class FourBitExperts:
         self.own, self.clip = experts.switch.bits, experts.switch.activation_clip
         self.group_size = None if experts.format == "mxfp4" else experts.group_size
 
-    def __call__(
-        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, gate: Gate = ()) -> Tensor:
         """As DenseExperts, at 16, 8 or 4 activation bits, 0: the switch's."""
         width = bits.activation or self.own.activation
         if self.group_size is None:
-            how = self.out_features, width, *(clamp or ())
+            how = self.out_features, width, *gate
             return ops.mxfp4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
-        how = self.out_features, self.group_size, width, self.clip, *(clamp or ())
+        how = self.out_features, self.group_size, width, self.clip, *gate
         return ops.int4_expert_rows(x, *self.tiles, self.bias, experts, plan, *how)
 
 
@@ -71,11 +70,9 @@ class NestedTileExperts:
         self.escapes = {"escape_rows": tiles.escape_index, "escape_weight": tiles.escape_value}
         self.out_features, self.own = out_features, experts.switch.bits
 
-    def __call__(
-        self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, gate: Gate = ()) -> Tensor:
         """As DenseExperts, at (16, 16), (4, 16) or (4, 8) bits, 0: the switch's."""
-        how = self.out_features, *filled(bits, self.own), *(clamp or ())
+        how = self.out_features, *filled(bits, self.own), *gate
         rest = self.codebook, self.bias, experts, plan
         return ops.nested_expert_rows(x, *self.tiles, *rest, *how, **self.escapes)
 
@@ -107,8 +104,9 @@ class ExpertLayer:
     """What stands in a layer for gate, up and down.
 
     router: ``[count, hidden]``, with a shared expert one row more; router_bias: float32, one a row, or None. clamp: of
-    `ops.gated_pairs`, None where gate comes before up. shared: gate and up as one, and down, or (). extra_bytes: of
-    what could not be shared with the model's modules. sigmoids: bias, groups, chosen groups and scale of
+    `ops.gated_pairs`, None where gate comes before up; what comes in turns `up` gates itself, the other where
+    gates_halves. shared: gate and up as one, and down, or (). extra_bytes: of what could not be shared with the model.
+    norms_one: whether one kernel norms and routes a row. sigmoids: bias, groups, chosen groups and scale of
     `ops.route_rows`, () where experts are chosen by softmax.
     """
 
@@ -120,16 +118,37 @@ class ExpertLayer:
     up: DenseExperts | FourBitExperts | NestedTileExperts
     down: DenseExperts | FourBitExperts | NestedTileExperts
     clamp: tuple[float, float] | None
+    gates_halves: bool
+    norms_one: bool
     shared: tuple[JoinedLinear, ...]
     extra_bytes: int
     sigmoids: tuple
 
-    def __call__(self, normed: Tensor, activation: int, bits: Bits) -> ExpertRows:
-        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS."""
+    def norms(self, total: Tensor) -> bool:
+        """Whether `norm_and_route` takes these rows."""
+        return self.norms_one and len(total) == 1
+
+    def norm_and_route(
+        self, added: Tensor, total: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Routed]:
+        """``[1, hidden]`` -> the RMS norm of the sum, the sum, and where it goes."""
+        how = self.count, self.chosen, int(self.renormalize), *(self.sigmoids or (None, 1, 1, 1.0))
+        normed, total, *routed = ops.norm_route_row(added, total, weight, eps, self.router, self.router_bias, *how)
+        return normed, total, tuple(routed)
+
+    def __call__(self, normed: Tensor, activation: int, bits: Bits, routed: Routed | None = None) -> ExpertRows:
+        """``[n, hidden]`` -> what the experts add. activation: a number of ops.rows.ACTIVATIONS. routed: None where it
+        is not known yet."""
         how = self.count, self.chosen, int(self.renormalize)
-        experts, weights, plan = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
-        inner = self.up(normed, experts, plan, bits, self.clamp)
-        inner = ops.gated(inner, activation) if self.clamp is None else inner
+        if routed is None:
+            routed = ops.route_rows(normed, self.router, self.router_bias, *how, *self.sigmoids)
+        experts, weights, plan = routed
+        if self.clamp is not None:
+            inner = self.up(normed, experts, plan, bits, self.clamp)
+        elif self.gates_halves:
+            inner = self.up(normed, experts, plan, bits, (0.0, 0.0, activation))
+        else:
+            inner = ops.gated(self.up(normed, experts, plan, bits), activation)
         rows = self.down(inner, experts, plan, bits)
         beside = None
         if self.shared:
@@ -166,7 +185,14 @@ def expert_layer(block: ExpertBlock) -> ExpertLayer:
     count, clamp = block.original.num_experts, block.clamp
     how, own = (count, block.chosen, block.renormalize), block.sigmoids
     sigmoids = () if own is None else (own.bias, own.groups, own.chosen_groups, own.scale)
-    return ExpertLayer(router.contiguous(), bias, *how, *projections, clamp, shared, extra_bytes, sigmoids)
+    halves = block.original.sizes[_UP][0] % ops.GATED_OUTPUTS == 0
+    gates = clamp, halves, _norms_one(router, count)
+    return ExpertLayer(router.contiguous(), bias, *how, *projections, *gates, shared, extra_bytes, sigmoids)
+
+
+def _norms_one(router: Tensor, count: int) -> bool:
+    hopper = router.device.type != "cuda" or torch.cuda.get_device_capability(router.device) >= (9, 0)
+    return hopper and count <= _MOST_BY_CLUSTER and router.shape[1] <= ops.MOST_ROUTED
 
 
 def require_served_experts(block: ExpertBlock, row_bytes: int) -> None:

@@ -16,6 +16,8 @@ A weight gets the nearest level, the lower of two equally near. Example: 9 units
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -61,9 +63,14 @@ def field_values() -> Tensor:
 
 def indices_of_fields(codebook: Tensor) -> Tensor:
     """uint8 ``[4096]`` on the codebook's device: the index of the nearest level for each field."""
-    levels = codebook.double().cpu()
+    return _indices(tuple(codebook.tolist())).to(codebook.device)
+
+
+@functools.lru_cache(maxsize=4)  # a weight is split a few rows at a time
+def _indices(codebook: tuple[int, ...]) -> Tensor:
+    levels = torch.tensor(codebook, dtype=torch.float64)
     index = torch.searchsorted((levels[1:] + levels[:-1]) / 2, field_values())  # of the levels' middles below a field
-    return index.to(torch.uint8).to(codebook.device)
+    return index.to(torch.uint8)
 
 
 def fit(counts: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <functional>
 #include <tuple>
 #include <vector>
 
@@ -15,10 +16,13 @@ namespace {
 
 using namespace mlspec;
 
-std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts,
-                                              int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups,
-                                              int64_t chosen_groups, double scale) {
-  constexpr const char* op = "route_rows";
+using Routed = std::tuple<Tensor, Tensor, Tensor>;
+using RouteKernel = std::function<void(const mlspec_cuda_routing&, const CudaCall&)>;
+
+// run: of one row or more.
+Routed routed(const char* op, const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts, int64_t chosen,
+              int64_t renormalize, const Maybe& choice_bias, int64_t groups, int64_t chosen_groups, double scale,
+              const RouteKernel& run) {
   check_bf16(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 && router.dim() == 2, op, ": x has shape ", x.sizes(), " and router ", router.sizes(),
                     ", expected [n, hidden] and [experts, hidden]");
@@ -53,9 +57,40 @@ std::tuple<Tensor, Tensor, Tensor> route_rows(const Tensor& x, const Tensor& rou
   args.choice_bias = choice_bias ? choice_bias->const_data_ptr<float>() : nullptr;
   args.groups = static_cast<int32_t>(groups), args.chosen_groups = static_cast<int32_t>(chosen_groups);
   args.scale = static_cast<float>(scale);
-  const mlspec_cuda_row_launch launch = how(call);
-  call.check(mlspec_cuda_route_rows(&args, &launch));
+  run(args, call);
   return {experts, weights, plan};
+}
+
+Routed route_rows(const Tensor& x, const Tensor& router, const Maybe& bias, int64_t num_experts, int64_t chosen, int64_t renormalize,
+                  const Maybe& choice_bias, int64_t groups, int64_t chosen_groups, double scale) {
+  return routed("route_rows", x, router, bias, num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale,
+                [](const mlspec_cuda_routing& args, const CudaCall& call) {
+                  const mlspec_cuda_row_launch launch = how(call);
+                  call.check(mlspec_cuda_route_rows(&args, &launch));
+                });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> norm_route_row(
+    const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, const Tensor& router, const Maybe& bias,
+    int64_t num_experts, int64_t chosen, int64_t renormalize, const Maybe& choice_bias, int64_t groups, int64_t chosen_groups,
+    double scale) {
+  constexpr const char* op = "norm_route_row";
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) == 1, op, ": x has shape ", x.sizes(), ", expected [1, hidden]");
+  check_part(op, "x", x, at::kBFloat16, x.sizes(), "x", x);
+  check_part(op, "residual", residual, at::kBFloat16, x.sizes(), "x", x);
+  const bool narrow = weight.scalar_type() == at::kBFloat16;
+  check_part(op, "weight", weight, narrow ? at::kBFloat16 : at::kFloat, {x.size(1)}, "x", x);
+  const Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(x.sizes(), x.options());
+  const mlspec_cuda_route_norm norm{residual.const_data_ptr(), weight.const_data_ptr(), normed.mutable_data_ptr(),
+                                    total.mutable_data_ptr(), narrow, static_cast<float>(eps)};
+  const auto [experts, weights, plan] =
+      routed(op, x, router, bias, num_experts, chosen, renormalize, choice_bias, groups, chosen_groups, scale,
+             [&](const mlspec_cuda_routing& args, const CudaCall& call) {
+               const mlspec_cuda_row_launch launch = how(call);
+               call.check(mlspec_cuda_route_normed_row(&args, &norm, &launch));
+             });
+  return {normed, total, experts, weights, plan};
 }
 
 Tensor plan_rows(const Tensor& experts, int64_t num_experts) {
@@ -96,23 +131,32 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
   args.linear.tiles = weight.const_data_ptr();
   args.linear.num_tokens = x.size(0), args.linear.in_features = in;
   args.linear.activation_bits = 16;
+  args.rows_of_pairs = x.size(0) != experts.size(0);
   return args;
 }
 
+constexpr int64_t kGatedOutputs = 64;  // a tile's: 32 of gate, 32 of up
+
 using ExpertKernel = const char* (*)(const mlspec_cuda_expert_linear*);
 
-struct Clamp {
-  double slope, limit;  // limit 0: outputs are not gated
+struct Gate {
+  double slope, limit;  // limit 0: gate and up do not come in turns
+  int64_t activation;   // -1: gate does not come before up
 };
 
 // bias [experts, out], float32 or bfloat16.
 Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_linear args, const Tensor& x, const Maybe& bias,
-                     Clamp clamp) {
+                     Gate gate) {
   mlspec_cuda_linear& a = args.linear;
-  TORCH_CHECK_VALUE(clamp.limit >= 0 && std::isfinite(clamp.limit) && std::isfinite(clamp.slope), op, ": slope is ", clamp.slope,
-                    " and limit ", clamp.limit, ", expected finite numbers, the limit 0 (none) or above");
-  TORCH_CHECK_VALUE(clamp.limit == 0 || a.out_features % 2 == 0, op, ": ", a.out_features, " outputs cannot be gate and up in turns");
-  args.slope = static_cast<float>(clamp.slope), args.limit = static_cast<float>(clamp.limit);
+  TORCH_CHECK_VALUE(gate.limit >= 0 && std::isfinite(gate.limit) && std::isfinite(gate.slope), op, ": slope is ", gate.slope,
+                    " and limit ", gate.limit, ", expected finite numbers, the limit 0 (none) or above");
+  TORCH_CHECK_VALUE(gate.limit == 0 || a.out_features % 2 == 0, op, ": ", a.out_features, " outputs cannot be gate and up in turns");
+  TORCH_CHECK_VALUE(gate.activation >= -1 && gate.activation <= 4 && (gate.activation < 0 || gate.limit == 0), op, ": activation is ",
+                    gate.activation, " and limit ", gate.limit, ", expected -1 (none), or 0 to 4 without a limit");
+  TORCH_CHECK_VALUE(gate.activation < 0 || a.out_features % kGatedOutputs == 0, op, ": ", a.out_features,
+                    " outputs, the CUDA kernels take gate before up in multiples of ", +kGatedOutputs);
+  args.slope = static_cast<float>(gate.slope), args.limit = static_cast<float>(gate.limit);
+  args.activation = static_cast<int32_t>(gate.activation);
   if (bias) {
     a.bias_is_float32 = bias->scalar_type() == at::kFloat;
     check_part(op, "bias", *bias, a.bias_is_float32 ? at::kFloat : at::kBFloat16, {args.num_experts, a.out_features}, "x", x,
@@ -120,7 +164,8 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
     a.bias = bias->const_data_ptr();
   }
   const CudaCall call(op, x);
-  const Tensor y = at::empty({args.num_pairs, clamp.limit > 0 ? a.out_features / 2 : a.out_features}, x.options());
+  const bool gated = gate.limit > 0 || gate.activation >= 0;
+  const Tensor y = at::empty({args.num_pairs, gated ? a.out_features / 2 : a.out_features}, x.options());
   if (y.numel() == 0) return y;
   TORCH_CHECK_VALUE(!bias || a.in_features > 0, op, ": x has no columns");
   if (a.in_features == 0) return y.zero_();
@@ -135,14 +180,15 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
 }
 
 Tensor dense_expert_rows(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& experts, const Tensor& plan,
-                         double slope, double limit) {
+                         double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "dense_expert_rows";
   TORCH_CHECK_VALUE(weight.dim() == 3, op, ": weight has shape ", weight.sizes(), ", expected [experts, out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   mlspec_cuda_expert_linear args = check_rows(op, x, weight, weight.size(2), experts, plan);
   args.linear.out_features = weight.size(1);
   args.bytes_of_expert = weight.size(1) * weight.size(2) * 2;
-  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_bf16_experts, args, x, bias, {slope, limit, activation});
 }
 
 // Tiles of every expert as those of a linear, stacked; scale_tiles tell in_features.
@@ -163,7 +209,7 @@ mlspec_cuda_expert_linear check_tiles(const char* op, const Tensor& x, const Ten
 
 Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& bias,
                          const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t activation_bits, double slope,
-                         double limit) {
+                         double limit, int64_t activation) {
   constexpr const char* op = "mxfp4_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, weight_tiles, scale_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t blocks = scale_tiles.size(2);
@@ -172,12 +218,13 @@ Tensor mxfp4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tens
   args.linear.exponent_shift = static_cast<const int32_t*>(scale_tiles.const_data_ptr());
   args.shifts_of_expert = blocks;
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_mxfp4_experts, args, x, bias, {slope, limit, activation});
 }
 
 Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, const Maybe& zero_tiles,
                         const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features, int64_t group_size,
-                        int64_t activation_bits, double activation_clip, double slope, double limit) {
+                        int64_t activation_bits, double activation_clip, double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "int4_expert_rows";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_expert_linear args =
@@ -189,12 +236,13 @@ Tensor int4_expert_rows(const Tensor& x, const Tensor& weight_tiles, const Tenso
   args.linear.has_zeros = zero_tiles.has_value();
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
   args.linear.activation_clip = static_cast<float>(activation_clip);
-  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_int4_experts, args, x, bias, {slope, limit, activation});
 }
 
 Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tensor& exponent_tiles, const Tensor& low_tiles,
                           const Tensor& codebook, const Maybe& bias, const Tensor& experts, const Tensor& plan, int64_t out_features,
-                          int64_t weight_bits, int64_t activation_bits, double slope, double limit) {
+                          int64_t weight_bits, int64_t activation_bits, double slope, double limit,
+                         int64_t activation) {
   constexpr const char* op = "nested_expert_rows";
   mlspec_cuda_expert_linear args = check_tiles(op, x, draft_tiles, exponent_tiles, out_features, kBlock, 1, experts, plan);
   const int64_t count = draft_tiles.size(0), blocks = exponent_tiles.size(2);
@@ -211,7 +259,7 @@ Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tens
   args.shifts_of_expert = blocks;
   args.linear.weight_bits = static_cast<int32_t>(weight_bits);
   args.linear.activation_bits = static_cast<int32_t>(activation_bits);
-  return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit});
+  return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit, activation});
 }
 
 // All but y.
@@ -268,6 +316,7 @@ std::tuple<Tensor, Tensor> weighted_norm_rows(const Tensor& rows, const Tensor& 
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("route_rows", route_rows);
+  m.impl("norm_route_row", norm_route_row);
   m.impl("plan_rows", plan_rows);
   m.impl("dense_expert_rows", dense_expert_rows);
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);

@@ -17,7 +17,11 @@ struct ExpertParams {
   int pairs_of_token, most_items;
   int64_t bytes_of_expert, more_of_expert, shifts_of_expert;
   float slope, limit;  // limit above 0: outputs are gate and up in turns, and gated
+  int activation;      // 0 or above: gate comes before up, and outputs are gated
+  bool rows_of_pairs;
 };
+
+constexpr int kHalf = kTileOutputs / 2;  // outputs of a tile that a block may take without the others
 
 // Whether a format reads more of an expert than its tiles: what Params points to is then the expert's own.
 template <class Format>
@@ -51,6 +55,22 @@ __device__ __forceinline__ void store_pairs(const ExpertParams& e, const void* b
       out[i / 2] = __float2bfloat16_rn(gated_pair(__bfloat162float(rounded[i]), __bfloat162float(rounded[i + 1]), e.slope, e.limit));
 }
 
+// Four outputs of gate and the four of up, at `output` of each; rounded first, as there.
+__device__ __forceinline__ void store_gated(const ExpertParams& e, const void* bias, const float4 (&sums)[2], float out_scale, int pair,
+                                            int output) {
+  const int width = e.p.out_features / 2;
+  float values[4];
+  __nv_bfloat16 gate[4], up[4];
+  finish_sums(e.p, bias, sums[0], out_scale, output, values, gate);
+  finish_sums(e.p, bias, sums[1], out_scale, width + output, values, up);
+  __nv_bfloat16 rounded[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    rounded[i] = __float2bfloat16_rn(activated(e.activation, __bfloat162float(gate[i])) * __bfloat162float(up[i]));
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(e.p.out) + int64_t(pair) * width + output;
+  *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2*>(rounded);
+}
+
 // Token rows are those that `tokens`, in shared memory, names: the last ones of an item that is not full are one token again.
 template <class V>
 struct ExpertCopier {
@@ -61,7 +81,8 @@ struct ExpertCopier {
   int rows, pairs_of_token;
   int *pairs, *tokens;
   uint32_t ring;  // of the group
-  int tile, thread;
+  int halves[2];  // of tiles, that the block multiplies: of one tile, or of gate and of up
+  int thread;
 
   __device__ __forceinline__ uint32_t stage(int slot) const { return ring + slot * V::kStageBytes; }
   __device__ __forceinline__ void copy_weights(int chunk, int slot) const {
@@ -69,12 +90,37 @@ struct ExpertCopier {
     if constexpr (Format::kPacked) {
       constexpr int kOfTile = kTileInputs / Format::kChunk;  // chunks
       const int tiles = (p.chunks + kOfTile - 1) / kOfTile;
-      const int64_t number = (int64_t(tile / 2) * tiles + chunk / kOfTile) * 2 + tile % 2;
-      if constexpr (kOfTile > 1) Format::copy_part(to, weights, p.more, number, chunk % kOfTile, thread);
-      else copy_bytes<Format::kTileBytes>(to, weights + number * Format::kTileBytes, thread);
+      const auto number = [&](int half) { return (int64_t(half / 4) * tiles + chunk / kOfTile) * 2 + half / 2 % 2; };
+      if constexpr (kOfTile > 1) {
+        const auto place = [&](int threads) {
+          const int half = thread < threads / 2 ? halves[0] : halves[1];
+          return TilePlace{number(half), thread % (threads / 2) + half % 2 * (threads / 2)};
+        };
+        Format::copy_part(to, weights, p.more, place(kGroupThreads), place(32), chunk % kOfTile, thread);
+      } else {
+        constexpr int kScaled = Format::kTileBytes - kCodeBytes, kZeros = Format::kHasZeros ? kScaled / 3 : 0;
+        const uint8_t* const from[2] = {weights + number(halves[0]) * Format::kTileBytes,
+                                        weights + number(halves[1]) * Format::kTileBytes};
+        copy_halves<kCodeBytes>(to, from, 0);
+        copy_halves<kScaled - kZeros>(to, from, kCodeBytes);
+        if constexpr (kZeros > 0) copy_halves<kZeros>(to, from, Format::kTileBytes - kZeros);
+      }
     } else {
-      copy_rows<kTileOutputs, 128>(to, weights, int64_t(tile) * kTileOutputs, p.out_features, int64_t(chunk) * 128,
-                                   int64_t(p.in_features) * 2, p.aligned, thread);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        copy_rows<kHalf, 128>(to + i * kHalf * 128, weights, int64_t(halves[i]) * kHalf, p.out_features, int64_t(chunk) * 128,
+                              int64_t(p.in_features) * 2, p.aligned, thread);
+    }
+  }
+  // Of kBytes from `start` on in both tiles, whose first half belongs to the first half of their outputs.
+  template <int kBytes>
+  __device__ __forceinline__ void copy_halves(uint32_t to, const uint8_t* const (&from)[2], int start) const {
+    constexpr int kPieces = kBytes / 32;  // of a half
+#pragma unroll
+    for (int i = thread; i < 2 * kPieces; i += kGroupThreads) {
+      const bool first = i < kPieces;  // no index: arrays stay in registers
+      const uint8_t* const tile = first ? from[0] : from[1];
+      copy_async(to + start + i * 16, tile + start + (i % kPieces + (first ? halves[0] : halves[1]) % 2 * kPieces) * 16, true);
     }
   }
   // Behind the first weights, whose way is longer, and which no kernel in front writes.
@@ -116,10 +162,12 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   extern __shared__ __align__(128) uint8_t stages[];
   __shared__ int pairs[V::kTokens], tokens[V::kTokens];
   static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
+  // The plan is whole behind the kernel that wrote it. A product of rows of tokens waits for that one, and lets others start only then:
+  // which weights a product of rows of pairs reads is known before its inputs are.
+  if (!e.rows_of_pairs) wait_for_previous_kernel();
   launch_dependents();
   const int tile = blockIdx.x / e.most_items;
   const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x % e.most_items);
-  // Whole, as nobody starts before the kernel that wrote it has ended (route.cu): which weights are read is known before the inputs are.
   const int expert = __ldcg(item), first = __ldcg(item + 1), rows = __ldcg(item + 2);
   if (rows == 0) {
     wait_for_previous_kernel();  // a grid without rows ends behind those in front of it, too
@@ -130,9 +178,11 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   if constexpr (V::Format::kHasShift) shift = e.p.exponent_shift[expert * e.shifts_of_expert];  // read while others wait
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
   uint8_t* own = stages + group * V::kStages * V::kStageBytes;
+  const bool gated = e.activation >= 0;
+  const int first_half = gated ? tile : 2 * tile, second_half = gated ? tile + p.out_features / kTileOutputs : first_half + 1;
   float sums[V::kTokenTiles][4] = {};
   const ExpertCopier<V> copier{p, p.weights + expert * e.bytes_of_expert, e.plan + first, rows, e.pairs_of_token, pairs, tokens,
-                               shared_address(own), tile, thread};
+                               shared_address(own), {first_half, second_half}, thread};
   sum_chunks<V>(sums, copier, own, stages, group, warp, lane);
   float* total = reinterpret_cast<float*>(stages);
   add_groups<V>(sums, total, group, warp, lane);
@@ -140,10 +190,20 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(shift));
   const int64_t bias_bytes = int64_t(p.out_features) * (p.bias_is_float32 ? 4 : 2);
   const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + expert * bias_bytes : nullptr;
+  const auto sum_of = [&](int row, int output) { return *reinterpret_cast<const float4*>(total + row * V::kSumStride + output); };
+  if (gated) {
+    constexpr int kQuads = kHalf / 4;
+    for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
+      const int row = i / kQuads, output = i % kQuads * 4;
+      const float4 both[2] = {sum_of(row, output), sum_of(row, kHalf + output)};
+      store_gated(e, bias, both, out_scale, pairs[row], tile * kHalf + output);
+    }
+    return;
+  }
   constexpr int kQuads = kTileOutputs / 4;
   for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
     const int row = i / kQuads, output = i % kQuads * 4;
-    const float4 sum = *reinterpret_cast<const float4*>(total + row * V::kSumStride + output);
+    const float4 sum = sum_of(row, output);
     if (e.limit > 0.f) store_pairs(e, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
     else store_outputs(p, bias, sum, out_scale, pairs[row], tile * kTileOutputs + output);
   }
@@ -172,7 +232,8 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
   params.bytes_of_expert = args.bytes_of_expert, params.more_of_expert = args.more_of_expert;
   params.shifts_of_expert = args.shifts_of_expert;
-  params.slope = args.slope, params.limit = args.limit;
+  params.slope = args.slope, params.limit = args.limit, params.activation = args.activation;
+  params.rows_of_pairs = args.rows_of_pairs != 0;
   return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
 }
 
@@ -181,6 +242,8 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   const mlspec_cuda_linear& a = args.linear;
   if (a.num_tokens < 1 || a.out_features < 1 || a.in_features < 1 || args.num_pairs < 1 || args.num_pairs % a.num_tokens)
     return "experts take a token or more, inputs, outputs, and as many pairs of every token";
+  if (args.activation >= 0 && (a.out_features % kTileOutputs || args.limit > 0))
+    return "gate before up are multiples of 32 outputs each, and in turns they are not";
   if (args.limit > 0 && a.out_features % 2) return "gate and up come in turns: outputs are even in number";
   if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";

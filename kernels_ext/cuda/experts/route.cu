@@ -1,7 +1,7 @@
 // How does a GPU send tokens to experts without the host? Logits, then the largest of each token, then the pairs in order of experts.
 //
-// Kernels that write a plan let no other start before they have ended: products read it at once, while they still wait for their inputs.
-// What was written is seen without that wait only behind a fence, by every thread that wrote.
+// A product of rows of tokens begins while this runs, and waits for it; one behind it reads the plan at once, while it still waits for
+// its inputs (expert_linear.cuh). What was written is seen without that wait only behind a fence, by every thread that wrote.
 //
 // A logit is summed by one warp: lane l takes inputs 8 l .. 8 l + 7 of every 256, lanes are added in a tree: an order of its own,
 // however many tokens there are. Which place a pair has among those of its expert may differ from run to run; it moves no bit.
@@ -240,15 +240,54 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
 template <int kPerLane>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
                                                             int most_items) {
+  launch_dependents();
   wait_for_previous_kernel();
   plan_pairs<kPerLane>(p, rows_of_item, most_items);
 }
 
+template <int kVectors>
+__device__ __forceinline__ void norm_row(const mlspec_cuda_routing& p, const mlspec_cuda_route_norm& norm,
+                                         const float (&scale)[kVectors][kVector], __nv_bfloat16* line, float* totals) {
+  const __nv_bfloat16 *x = static_cast<const __nv_bfloat16*>(p.x), *residual = static_cast<const __nv_bfloat16*>(norm.residual);
+  const bool writes = blockIdx.x == 0;
+  float row[kVectors][kVector], squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t at = int64_t(threadIdx.x + i * kRouteThreads) * kVector;
+    if (at >= p.hidden) continue;
+    float other[kVector];
+    load_vector(x + at, row[i]);
+    load_vector(residual + at, other);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) row[i][e] = rounded(row[i][e] + other[e]);
+    if (writes) store_vector(static_cast<__nv_bfloat16*>(norm.total) + at, row[i]);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) squares = fmaf(row[i][e], row[i][e], squares);
+  }
+  const float inverse = rsqrtf(block_sum(squares, totals) / float(p.hidden) + norm.eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t at = int64_t(threadIdx.x + i * kRouteThreads) * kVector;
+    if (at >= p.hidden) continue;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) row[i][e] = row[i][e] * inverse * scale[i][e];
+    store_vector(line + at, row[i]);
+    if (writes) store_vector(static_cast<__nv_bfloat16*>(norm.normed) + at, row[i]);
+  }
+  __syncthreads();
+}
+
 // All of it for one token, by one cluster: a warp has a score, which goes to the memory of the first block; its first warp chooses, and
 // as every expert has one pair, the plan is the choice. The router, which no kernel in front writes, is on its way before these end.
-template <class Weight, int kPerLane>
-__global__ void __launch_bounds__(kRouteThreads) route_token_kernel(const __grid_constant__ mlspec_cuda_routing p) {
+// kVectors above 0: every block norms the token for itself, its threads have the elements that those of rms_norm_kernel
+// (rows/row_ops.cu) have; the first one writes what others read.
+template <class Weight, int kPerLane, int kVectors>
+__global__ void __launch_bounds__(kRouteThreads)
+    route_token_kernel(const __grid_constant__ mlspec_cuda_routing p, const __grid_constant__ mlspec_cuda_route_norm norm) {
 #if __CUDA_ARCH__ >= 900
+  __shared__ __align__(16) __nv_bfloat16 line[kVectors > 0 ? kVectors * kRouteThreads * kVector : kVector];
+  __shared__ float totals[kWarp];
+  float scale[kVectors > 0 ? kVectors : 1][kVector];
   __shared__ float logits[kRoutePerLane * kWarp + 1], weights[kRoutePerLane * kWarp + 1];
   __shared__ int32_t experts[kRoutePerLane * kWarp];
   const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kRouteThreads + threadIdx.x) / kWarp;
@@ -260,8 +299,20 @@ __global__ void __launch_bounds__(kRouteThreads) route_token_kernel(const __grid
   }
   mlspec_cuda_routing own = p;
   asm("mapa.u64 %0, %1, 0;" : "=l"(own.logits) : "l"(static_cast<float*>(logits)));  // of the first block
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t at = int64_t(threadIdx.x + i * kRouteThreads) * kVector;
+    if (at >= p.hidden) continue;
+    if (norm.weight_is_bf16) load_vector(static_cast<const __nv_bfloat16*>(norm.weight) + at, scale[i]);
+    else load_vector(static_cast<const float*>(norm.weight) + at, scale[i]);
+  }
   cluster_sync();  // it has begun
+  launch_dependents();
   wait_for_previous_kernel();
+  if constexpr (kVectors > 0) {
+    norm_row<kVectors>(p, norm, scale, line, totals);
+    own.x = line;
+  }
   for (int score = warp; score < scores; score += warps) sum_logits<Weight, 1>(own, score, 0, lane);
   cluster_sync();
   if (warp != 0) return;
@@ -297,7 +348,8 @@ const char* launch_route(const mlspec_cuda_routing& p, const mlspec_cuda_row_lau
   const int rows = int(mlspec_cuda_rows_of_item(pairs, p.num_experts)), items = int(mlspec_cuda_most_items(pairs, p.num_experts));
   if constexpr (kPerLane <= kRoutePerLane) {
     const RowGrid cluster{dim3(kRouteBlocks), kRouteThreads, 0, kRouteBlocks};
-    if (how.clusters && p.num_tokens == 1) return launch_rows(how, cluster, route_token_kernel<Weight, kPerLane>, p);
+    if (how.clusters && p.num_tokens == 1)
+      return launch_rows(how, cluster, route_token_kernel<Weight, kPerLane, 0>, p, mlspec_cuda_route_norm{});
   }
   if (const char* problem = launch_logits<Weight>(p, how)) return problem;
   if (p.num_tokens <= kPlanThreads / kWarp)
@@ -307,6 +359,21 @@ const char* launch_route(const mlspec_cuda_routing& p, const mlspec_cuda_row_lau
   return launch_rows(how, RowGrid{dim3(1), kPlanThreads}, plan_kernel<0>, p, rows, items);
 }
 
+template <class Weight, int kPerLane>
+const char* launch_normed(const mlspec_cuda_routing& p, const mlspec_cuda_route_norm& norm, const mlspec_cuda_row_launch& how) {
+  const RowGrid cluster{dim3(kRouteBlocks), kRouteThreads, 0, kRouteBlocks};
+  if (p.hidden <= kRouteThreads * kVector) return launch_rows(how, cluster, route_token_kernel<Weight, kPerLane, 1>, p, norm);
+  return launch_rows(how, cluster, route_token_kernel<Weight, kPerLane, 2>, p, norm);
+}
+
+template <class Weight>
+const char* route_normed(const mlspec_cuda_routing& p, const mlspec_cuda_route_norm& norm, const mlspec_cuda_row_launch& how) {
+  static_assert(MLSPEC_CUDA_MOST_ROUTED == 2 * kRouteThreads * kVector, "a thread has up to two vectors");
+  if (!how.clusters || p.num_tokens != 1 || p.num_experts > kRoutePerLane * kWarp || p.hidden > MLSPEC_CUDA_MOST_ROUTED)
+    return "one cluster norms and routes one token of up to 8192 columns to up to 256 experts";
+  return p.num_experts <= 4 * kWarp ? launch_normed<Weight, 4>(p, norm, how) : launch_normed<Weight, kRoutePerLane>(p, norm, how);
+}
+
 template <class Weight>
 const char* route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& how) {
   if (p.num_experts <= 4 * kWarp) return launch_route<Weight, 4>(p, how);
@@ -314,12 +381,7 @@ const char* route(const mlspec_cuda_routing& p, const mlspec_cuda_row_launch& ho
   return launch_route<Weight, MLSPEC_CUDA_MOST_EXPERTS / kWarp>(p, how);
 }
 
-}  // namespace
-}  // namespace mlspec
-
-extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how) {
-  using namespace mlspec;
-  const mlspec_cuda_routing& p = *routing;
+const char* problem_of(const mlspec_cuda_routing& p) {
   static_assert(kPlanThreads == MLSPEC_CUDA_MOST_EXPERTS, "a thread an expert");
   if (p.num_tokens < 1 || p.hidden < 1 || p.hidden % kVector) return "routing takes a token or more, of a multiple of 8 elements";
   if (p.num_experts < 1 || p.num_experts > MLSPEC_CUDA_MOST_EXPERTS || p.chosen < 1 || p.chosen > p.num_experts)
@@ -328,7 +390,24 @@ extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing
                         p.chosen_groups > p.groups || (p.chosen_groups < p.groups && p.num_experts < 2 * p.groups) ||
                         p.chosen > p.num_experts / p.groups * p.chosen_groups))
     return "routing by sigmoids takes 1 to 64 equal groups of experts, of which those looked at hold as many as a token goes to";
-  if (p.num_tokens * p.chosen > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
+  return p.num_tokens * p.chosen > INT32_MAX / 4 ? "too many tokens for one launch: call it for fewer tokens" : nullptr;
+}
+
+}  // namespace
+}  // namespace mlspec
+
+extern "C" const char* mlspec_cuda_route_normed_row(const mlspec_cuda_routing* routing, const mlspec_cuda_route_norm* norm,
+                                                    const mlspec_cuda_row_launch* how) {
+  using namespace mlspec;
+  const mlspec_cuda_routing& p = *routing;
+  if (const char* problem = problem_of(p)) return problem;
+  return p.router_is_float32 ? route_normed<float>(p, *norm, *how) : route_normed<__nv_bfloat16>(p, *norm, *how);
+}
+
+extern "C" const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how) {
+  using namespace mlspec;
+  const mlspec_cuda_routing& p = *routing;
+  if (const char* problem = problem_of(p)) return problem;
   return p.router_is_float32 ? route<float>(p, *how) : route<__nv_bfloat16>(p, *how);
 }
 

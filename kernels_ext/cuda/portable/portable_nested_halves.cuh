@@ -23,14 +23,14 @@ struct NestedHalfTiles {
   }
   __device__ __forceinline__ void prepare(const Params& p) { beyond = draft_exponents_beyond(p); }
 
-  // From tile `number`: of each of its parts [w 4][half 2][512 bytes] and of its scales [w, r 32][half 2][4 bytes].
-  __device__ __forceinline__ static void copy_part(uint32_t to, const uint8_t* tiles, const uint8_t* more, int64_t number, int half,
-                                                   int thread) {
-    const uint8_t* tile = tiles + number * kScaledTileBytes;
-    const int place = thread / 32 * 1024 + half * 512 + thread % 32 * 16;
-    copy_async(to + thread * 16, tile + place, true);
-    if (thread < 32) copy_4(to + kPartBytes + thread * 4, tile + kCodeBytes + thread * 8 + half * 4);
-    const uint8_t* fields = more + number * kFieldBytes;
+  // Of each part of a tile [w 4][half 2][512 bytes] and of its scales [w, r 32][half 2][4 bytes]: what `codes` and `scales` name.
+  __device__ __forceinline__ static void copy_part(uint32_t to, const uint8_t* tiles, const uint8_t* more, TilePlace codes,
+                                                   TilePlace scales, int half, int thread) {
+    const int place = codes.thread / 32 * 1024 + half * 512 + codes.thread % 32 * 16;
+    copy_async(to + thread * 16, tiles + codes.tile * kScaledTileBytes + place, true);
+    const uint8_t* scale = tiles + scales.tile * kScaledTileBytes + kCodeBytes;
+    if (thread < 32) copy_4(to + kPartBytes + thread * 4, scale + scales.thread * 8 + half * 4);
+    const uint8_t* fields = more + codes.tile * kFieldBytes;
 #pragma unroll
     for (int i = 0; i < kParts - 1; ++i)
       copy_async(to + kTileBytes + i * kPartBytes + thread * 16, fields + i * kCodeBytes + place, true);

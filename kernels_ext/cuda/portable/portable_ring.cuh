@@ -92,6 +92,12 @@ __device__ __forceinline__ void copy_prefix(uint32_t to, const uint8_t* from, in
   for (int i = thread; i < bytes / 16; i += kGroupThreads) copy_async(to + i * 16, from + i * 16, true);
 }
 
+// Whose part of a tile a thread copies: that of `thread` of tile `tile`.
+struct TilePlace {
+  int64_t tile;
+  int thread;
+};
+
 // What a group of warps copies for one of its chunks.
 template <class V>
 struct Copier {
@@ -108,7 +114,8 @@ struct Copier {
       const int tiles = (p.chunks + kOfTile - 1) / kOfTile;
       const int64_t number = (int64_t(tile / 2) * tiles + chunk / kOfTile) * 2 + tile % 2;
       if constexpr (kOfTile > 1) {
-        Format::copy_part(to, p.weights, p.more, number, chunk % kOfTile, thread);
+        const TilePlace own{number, thread};
+        Format::copy_part(to, p.weights, p.more, own, own, chunk % kOfTile, thread);
       } else {
         if constexpr (Format::kPrefix) copy_planes(to, number);
         else copy_bytes<Format::kTileBytes>(to, p.weights + number * Format::kTileBytes, thread);

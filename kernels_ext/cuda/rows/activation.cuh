@@ -19,6 +19,17 @@ __device__ __forceinline__ float activate(float x) {
   return kActivation == kReluSquared ? positive * positive : positive;
 }
 
+// Of a number that only the launch knows.
+__device__ __forceinline__ float activated(int activation, float x) {
+  switch (activation) {
+    case kSilu: return activate<kSilu>(x);
+    case kGeluTanh: return activate<kGeluTanh>(x);
+    case kGelu: return activate<kGelu>(x);
+    case kRelu: return activate<kRelu>(x);
+    default: return activate<kReluSquared>(x);
+  }
+}
+
 // launch(std::integral_constant<int, activation>()).
 template <class Launch>
 const char* with_activation(int32_t activation, const Launch& launch) {
