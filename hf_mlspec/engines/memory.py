@@ -63,17 +63,17 @@ def grown(kv: Tensor, rows: int, sizes: list[tuple[int, int]], *, spend: bool) -
     )
 
 
-def copy_row(kv: Tensor, place: int, row: int) -> None:
-    """Copy a row to another place; little of it on the CPU by the calling thread alone: threads that help torch spin
-    on for milliseconds, on the cores that the next pass needs."""
-    into, values = kv[:, :, place], kv[:, :, row]
-    if kv.device.type != "cpu" or into.numel() > WRITTEN_ALONE:
+def copy_quietly(into: Tensor, values: Tensor) -> None:
+    """Copy keys and values `[layers, 2, kv_heads, slots, head_dim]` of a row; few on the CPU by the calling thread
+    alone: threads that help torch spin on for milliseconds, on the cores that the next pass needs."""
+    if into.device.type != "cpu" or into.numel() > WRITTEN_ALONE:
         into.copy_(values)
         return
     slots = max(PIECE // (into.shape[2] * into.shape[4]), 1)
-    for own, other in zip(into.flatten(0, 1), values.flatten(0, 1), strict=True):
-        for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
-            piece.copy_(source)
+    for layer, of_layer in zip(into, values, strict=True):
+        for own, other in zip(layer, of_layer, strict=True):
+            for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
+                piece.copy_(source)
 
 
 def require_free(needed: int, most: int, device: torch.device, kept: int, what: str) -> int | None:

@@ -16,7 +16,7 @@ from ..formats import CacheFormat, cache_format
 from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
-from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_row, grown, moved, require_free
+from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_quietly, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
@@ -142,7 +142,7 @@ class DecoderCache:
         kv = self.kv[:, :, :, :, :slots]
         if {row for _, row in moves}.isdisjoint(range(len(keep))) or all(row > place for place, row in moves):
             for place, row in moves:  # none is overwritten before it is read
-                copy_row(kv, place, row)
+                copy_quietly(kv[:, :, place], kv[:, :, row])
         else:
             for layer in kv:  # the rows that are gathered are there twice
                 layer[:, : len(keep)] = layer[:, keep]
@@ -237,7 +237,7 @@ class DecoderRows(CachedRows):
         first = 0
         for piece in pieces:
             end = min(first + piece.shape[3], count)
-            self.cache.kv[:, :, row, :, first:end] = piece[:, :, :, : end - first]
+            copy_quietly(self.cache.kv[:, :, row, :, first:end], piece[:, :, :, : end - first])
             first = end
 
     def lane(self, tokens: int) -> Tensor:
