@@ -18,6 +18,7 @@ from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.routed import route
 from .integration.stream.events import NewTokens, TokenLogprob
 from .integration.stream.request import Completion, Request
+from .integration.stream.shown import show_levels
 from .integration.stream.stream import generate_stream
 from .integration.streamed import stream_planes
 from .nn.fewer_experts import fewer_experts
@@ -72,6 +73,7 @@ __all__ = [
     "resident_bytes",
     "restore",
     "route",
+    "show_levels",
     "stream_planes",
     "train_router",
     "unnest",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import mmap
 import re
 import sys
@@ -17,8 +16,8 @@ from torch import Tensor
 
 WORTH_ASKING = 2**26  # bytes; for less nobody asks how much is free
 _LEAST_GIVEN_BACK = 2**20  # bytes of a layer, below which its pages stay until all have moved
-_WRITTEN_ALONE = 1 << 22  # elements
-_PIECE = 1 << 14  # elements, half of what torch gives to more than one thread
+WRITTEN_ALONE = 1 << 22  # elements on the CPU, at most, that the calling thread writes without torch's others
+PIECE = 1 << 14  # elements, half of what torch gives to more than one thread
 _GIB = 2**30
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": _GIB}
 
@@ -64,27 +63,17 @@ def grown(kv: Tensor, rows: int, sizes: list[tuple[int, int]], *, spend: bool) -
     )
 
 
-def copy_row(kv: Tensor, place: int, row: int) -> None:
-    """Copy a row to another place; little of it on the CPU by the calling thread alone, as `zeros` writes."""
-    into, values = kv[:, :, place], kv[:, :, row]
-    if kv.device.type != "cpu" or into.numel() > _WRITTEN_ALONE:
+def copy_quietly(into: Tensor, values: Tensor) -> None:
+    """Copy keys and values `[layers, 2, kv_heads, slots, head_dim]` of a row; few on the CPU by the calling thread
+    alone: threads that help torch spin on for milliseconds, on the cores that the next pass needs."""
+    if into.device.type != "cpu" or into.numel() > WRITTEN_ALONE:
         into.copy_(values)
         return
-    slots = max(_PIECE // (into.shape[2] * into.shape[4]), 1)
-    for own, other in zip(into.flatten(0, 1), values.flatten(0, 1), strict=True):
-        for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
-            piece.copy_(source)
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; a small tensor on the CPU is written by the calling thread alone: threads that help torch spin on
-    for milliseconds, on the cores that the first passes need."""
-    if device.type != "cpu" or math.prod(shape) > _WRITTEN_ALONE:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    made = torch.empty(shape, dtype=dtype)
-    for piece in made.view(-1).split(_PIECE):
-        piece.zero_()
-    return made
+    slots = max(PIECE // (into.shape[2] * into.shape[4]), 1)
+    for layer, of_layer in zip(into, values, strict=True):
+        for own, other in zip(layer, of_layer, strict=True):
+            for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
+                piece.copy_(source)
 
 
 def require_free(needed: int, most: int, device: torch.device, kept: int, what: str) -> int | None:

@@ -5,6 +5,7 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ..formats import CacheFormat, cache_format
 from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
-from .memory import WORTH_ASKING, copy_row, grown, moved, require_free, zeros
+from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_quietly, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
@@ -141,7 +142,7 @@ class DecoderCache:
         kv = self.kv[:, :, :, :, :slots]
         if {row for _, row in moves}.isdisjoint(range(len(keep))) or all(row > place for place, row in moves):
             for place, row in moves:  # none is overwritten before it is read
-                copy_row(kv, place, row)
+                copy_quietly(kv[:, :, place], kv[:, :, row])
         else:
             for layer in kv:  # the rows that are gathered are there twice
                 layer[:, : len(keep)] = layer[:, keep]
@@ -236,7 +237,7 @@ class DecoderRows(CachedRows):
         first = 0
         for piece in pieces:
             end = min(first + piece.shape[3], count)
-            self.cache.kv[:, :, row, :, first:end] = piece[:, :, :, : end - first]
+            copy_quietly(self.cache.kv[:, :, row, :, first:end], piece[:, :, :, : end - first])
             first = end
 
     def lane(self, tokens: int) -> Tensor:
@@ -269,7 +270,18 @@ def new_kv(decoder: Decoder, batch: int, slots: int, cache_format: CacheFormat |
         dim, dtype = cache_format.width(dim), cache_format.dtype
     shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, dim)
     with torch.inference_mode(False):
-        return zeros(shape, dtype, decoder.device)
+        return _zeros(shape, dtype, decoder.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`; a small tensor on the CPU is written by the calling thread alone: threads that help torch spin on
+    for milliseconds, on the cores that the first passes need."""
+    if device.type != "cpu" or math.prod(shape) > WRITTEN_ALONE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    made = torch.empty(shape, dtype=dtype)
+    for piece in made.view(-1).split(PIECE):
+        piece.zero_()
+    return made
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype, cache_format: CacheFormat | None) -> int:

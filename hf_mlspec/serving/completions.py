@@ -31,7 +31,7 @@ class Completions:
         if not all(found):
             raise invalid("prompt", "a prompt has no tokens; write at least one")
         if not all(0 <= token < self.vocab_size for ids in found for token in ids):
-            raise invalid("prompt", f"a token id of a prompt is not below {self.vocab_size}, the vocabulary's size")
+            raise invalid("prompt", f"a token id of a prompt is none of the vocabulary's, 0 to {self.vocab_size - 1}")
         return found
 
     def _ids(self, text: str) -> list[int]:

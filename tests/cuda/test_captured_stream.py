@@ -15,7 +15,8 @@ from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.host import HostRounds
-from hf_mlspec.speculation.rounds.prompts import PromptGraphs, read
+from hf_mlspec.speculation.rounds.prompts import PromptGraphs
+from hf_mlspec.speculation.rounds.reading import read
 from hf_mlspec.speculation.sampling import drawn_seed
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}

@@ -15,7 +15,8 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import chain as chains
 from hf_mlspec.speculation.rounds import prompts as reading
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
-from hf_mlspec.speculation.rounds.prompts import PromptGraphs, read
+from hf_mlspec.speculation.rounds.prompts import PromptGraphs
+from hf_mlspec.speculation.rounds.reading import read
 
 __all__ = ["draft", "rounds", "target"]
 pytestmark = [

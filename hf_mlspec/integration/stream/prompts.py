@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...engines.engine import Engine
-from ...engines.memory import out_of_memory
+from ...engines.memory import copy_quietly, out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
 from ...engines.rows import up_to_growth
 from ...nn.state import say_once
@@ -198,7 +198,9 @@ class LongPrompts:
 
     def _keep(self, row: list[int], kv: Tensor, place: int) -> None:
         def copied(start: int, end: int) -> Tensor:
-            return kv[:, :, place, :, start:end].clone()
+            own = kv[:, :, place, :, start:end]
+            copy_quietly(made := torch.empty(own.shape, dtype=own.dtype, device=own.device), own)
+            return made
 
         try:
             with torch.inference_mode():

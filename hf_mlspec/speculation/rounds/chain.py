@@ -26,7 +26,8 @@ from ..plans import Plan, off
 from ..search import Choice
 from .graphs import RoundGraphs
 from .program import Level, RoundLevel, RoundProgram, repeats_of
-from .prompts import PromptGraphs, read
+from .prompts import PromptGraphs
+from .reading import read
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -111,7 +112,7 @@ class CapturedChain:
         return [plan for plan, program in self._programs.items() if self.graphs.has(program, batch)]
 
     def read(self, level: RoundLevel, places: list[int], rows: Rows, cached: list[int], window: int = 0) -> int:
-        """As `prompts.read`, or by one replay."""
+        """As `reading.read`, or by one replay."""
         if (graphs := self._prompts.get(id(level))) is None:
             return read(level, places, rows, cached, window)
         of_layer = self.step_seconds / self.levels[0].decoder.num_layers

@@ -1,4 +1,4 @@
-"""How do the prompts of rows get into a level's cache? Short ones of a stream by one replay, where that saves time.
+"""How does a stream read short prompts of rows that join by one replay, where that saves time?
 
 To launch the kernels of a pass of a small model takes longer than to run them, and rows join a stream again and again.
 A graph holds addresses, and rows join in any place: so it reads into rows of its own, from which keys and values are
@@ -13,13 +13,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...engines.cuda.engine import int32, padded, prefill
+from ...engines.cuda.engine import int32, padded
 from ...engines.cuda.steps import Recording, recorded
 from ...engines.memory import out_of_memory
 from ...engines.rows import new_kv, up_to_growth
 from ..draft import Rows
 from .graphs import RoundGraphs
 from .program import RoundLevel
+from .reading import read
 
 _ROWS = (1, 2, 4, 8)  # that a graph reads
 _WIDTHS = (32, 64, 128)  # tokens of each, padding among them
@@ -127,20 +128,3 @@ class PromptGraphs:
         pick = torch.zeros(1, dtype=torch.int64, device=self.decoder.device)
         self.decoder.forward(ids, torch.zeros_like(counts), counts, self._kv[:, :, :count], pick=pick, bits=self.bits,
                              draft_window=window)
-
-
-def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], draft_window: int = 0) -> int:
-    """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places, tokens seeing
-    what the window leaves; -> steps run."""
-    steps, first = 0, 0
-    if level.states is not None:
-        level.states.forget([place for place, held in zip(places, cached, strict=True) if held == 0])
-    while first < len(rows):
-        last = first + 1
-        while last < len(rows) and places[last] == places[last - 1] + 1:
-            last += 1
-        kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        states = None if level.states is None else level.states.part(places[first], places[last - 1] + 1)
-        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window, states)
-        first = last
-    return steps

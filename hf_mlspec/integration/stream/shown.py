@@ -1,0 +1,149 @@
+"""What does a stream look like while it writes: each token in the colour of the level that drafted it?
+
+In a notebook as HTML, on a terminal by rich. The colours are those of the server's page.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .events import NewTokens, TextPieces
+from .request import Completion
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+_TARGET = "the target"
+_BACKGROUNDS = "transparent", "#f5a62366", "#3c9dff66", "#5fc35f66", "#c86bdc66"  # as in serving/page/page.css
+_STYLES = "", "on dark_orange3", "on dodger_blue3", "on green4", "on medium_purple4"
+_EVERY = 0.1  # seconds between two pictures
+
+
+class Shown:
+    """The texts of the requests of a stream, by level.
+
+    tokenizer: the target's. levels: their names in the order in which they were first seen.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.levels = tokenizer, [_TARGET]
+        self._rows: dict[int, list[tuple[str, str]]] = {}  # pieces of text and who drafted them, by id() of a request
+        self._ends: dict[int, str] = {}
+        self._pieces: dict[int, TextPieces] = {}
+        self._requests: list[Any] = []  # an id() is nobody else's while its object lives
+
+    def add(self, event: NewTokens | Completion) -> None:
+        """What a stream yielded."""
+        if not isinstance(event, NewTokens | Completion):
+            raise TypeError(f"{type(event).__name__} is nothing that generate_stream yields: pass "
+                            "generate_stream(..., events=True)")
+        key = id(event.request)
+        if key not in self._rows:
+            self._requests.append(event.request)
+            self._rows[key], self._pieces[key] = [], TextPieces(self.tokenizer)
+        row, pieces = self._rows[key], self._pieces[key]
+        if isinstance(event, NewTokens):
+            for token, level in zip(event.tokens, event.levels, strict=True):
+                name = level or _TARGET
+                if name not in self.levels:
+                    self.levels.append(name)
+                row.append((pieces.add([token]), name))
+            return
+        row.append((pieces.rest(), row[-1][1] if row else _TARGET))
+        self._ends[key] = _end(event)
+
+    def texts(self) -> list[str]:
+        """Of every request, in the order in which they began."""
+        return ["".join(text for text, _ in row) for row in self._rows.values()]
+
+    def _number(self, level: str) -> int:
+        return min(self.levels.index(level), len(_STYLES) - 1)
+
+    def _repr_html_(self) -> str:
+        def mark(text: str, level: str) -> str:
+            colour = _BACKGROUNDS[self._number(level)]
+            return f'<span title="{html.escape(level)}" style="background:{colour}">{html.escape(text)}</span>'
+
+        legend = " ".join(mark(level, level) for level in self.levels)
+        rows = []
+        for key, row in self._rows.items():
+            spans = "".join(mark(text, level) for text, level in row if text)
+            rows.append(f'<pre style="white-space:pre-wrap">{spans}</pre><small>{html.escape(self._ends.get(key, ""))}'
+                        "</small>")
+        return f"<div><p>{legend}</p>{''.join(rows)}</div>"
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        found = Text(" ").join(Text(level, style=_STYLES[self._number(level)]) for level in self.levels)
+        for key, row in self._rows.items():
+            found.append("\n\n")
+            for text, level in row:
+                found.append(text, style=_STYLES[self._number(level)])
+            found.append(f"\n{self._ends.get(key, '')}", style="dim")
+        return found
+
+
+def show_levels(events: Iterable[NewTokens | Completion], tokenizer: Any) -> Iterator[NewTokens | Completion]:
+    """Yield what `generate_stream(..., events=True)` does, and show the texts as they grow, each token in the colour
+    of the level that drafted it: in a notebook below its cell, elsewhere on the terminal.
+
+    tokenizer: the target's.
+    """
+    shown, drawn = Shown(tokenizer), 0.0
+    picture = _notebook(shown) or _terminal(shown)
+    try:
+        for event in events:
+            shown.add(event)
+            if (now := time.monotonic()) - drawn >= _EVERY:
+                drawn = now
+                picture.update(shown)
+            yield event
+    finally:
+        picture.update(shown)
+        picture.stop()
+
+
+class _Cell:
+    """A place below the cell of a notebook."""
+
+    def __init__(self, shown: Shown) -> None:
+        from IPython.display import display
+
+        self._handle = display(shown, display_id=True)
+
+    def update(self, shown: Shown) -> None:
+        self._handle.update(shown)
+
+    def stop(self) -> None:
+        """It stays as it is."""
+
+
+def _notebook(shown: Shown) -> _Cell | None:
+    """None outside of a notebook: IPython is loaded in one, and has a kernel."""
+    found = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return _Cell(shown) if hasattr(found, "kernel") else None
+
+
+def _terminal(shown: Shown) -> Live:
+    from rich.live import Live
+
+    live = Live(shown, auto_refresh=False, vertical_overflow="visible")
+    live.start()
+    return live
+
+
+def _end(done: Completion) -> str:
+    """What is said of a request that ended."""
+    if done.error is not None:
+        return f"{done.finish_reason}: {done.error}"
+    stats = done.speculation
+    if stats is None or not stats.target_passes:
+        return done.finish_reason
+    return (f"{stats.new_tokens} tokens in {stats.target_passes} passes of the target: "
+            f"{stats.new_tokens / stats.target_passes:.2f} tokens per pass")

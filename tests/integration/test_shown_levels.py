@@ -1,0 +1,91 @@
+"""Is every token of a stream shown once, in the colour of its level, in a notebook and on a terminal?"""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import near, tiny
+from rich.console import Console
+from transformers import AutoTokenizer
+
+import hf_mlspec
+from hf_mlspec import NewTokens, Request
+from hf_mlspec.integration.stream import shown as module
+from hf_mlspec.integration.stream.shown import Shown, show_levels
+
+TARGET = tiny(seed=2, dtype=torch.bfloat16, vocab_size=4096)
+NEAR = near(TARGET, 0.05)
+TOKENIZER = AutoTokenizer.from_pretrained(hf_mlspec.demo_pair()[0])
+
+
+def events(**options):
+    requests = [Request([5, 6, 7 + n], id=n, max_new_tokens=9) for n in range(3)]
+    return hf_mlspec.generate_stream(TARGET, requests, tokenizer=TOKENIZER, assistant_models=[NEAR], max_batch=2,
+                                     do_sample=False, eos_token_id=[], **options)
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """What a notebook was given to show, each time."""
+    pictures = []
+    handle = SimpleNamespace(update=lambda one: pictures.append(one._repr_html_()))
+    display = SimpleNamespace(display=lambda one, display_id: pictures.append(one._repr_html_()) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=1),
+                                                                display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return pictures
+
+
+def test_a_notebook_shows_every_token_and_its_level(cell, monkeypatch):
+    monkeypatch.setattr(module, "_EVERY", 0.0)
+    told = list(show_levels(events(events=True), TOKENIZER))
+    done = {one.id: one for one in told if isinstance(one, hf_mlspec.Completion)}
+    assert len(done) == 3
+    assert len(cell) == len(told) + 2  # the empty one, one an event, and the last
+    texts = re.findall(r"<pre[^>]*>(.*?)</pre>", cell[-1], re.DOTALL)
+    plain = [re.sub(r"<[^>]*>", "", text) for text in texts]
+    assert sorted(map(html.unescape, plain)) == sorted(one.text for one in done.values())
+    names = {level or "the target" for one in told if isinstance(one, NewTokens) for level in one.levels}
+    assert len(names) == 2
+    assert {html.unescape(name) for name in re.findall(r'title="([^"]*)"', cell[-1])} == names | {"the target"}
+    for one in done.values():
+        assert f"{one.speculation.new_tokens} tokens in {one.speculation.target_passes} passes" in cell[-1]
+
+
+def test_text_is_text_and_no_markup():
+    shown, request = Shown(TOKENIZER), Request("x")
+    ids = TOKENIZER("</pre><b>&")["input_ids"]
+    shown.add(NewTokens(request, ids, None, ["<level>"] * len(ids)))
+    found = shown._repr_html_()
+    assert "<b>" not in found
+    assert "&lt;level&gt;" in found
+    assert shown.texts() == ["</pre><b>&"]
+
+
+def test_a_terminal_shows_the_same(capsys):
+    shown = Shown(TOKENIZER)
+    for event in events(events=True):
+        shown.add(event)
+    console = Console(width=200, color_system="truecolor", force_terminal=True)
+    with console.capture() as caught:
+        console.print(shown)
+    assert "\x1b[48;5;166m" in caught.get()  # of the first level
+    plain = re.sub("\x1b[^m]*m", "", caught.get())
+    assert all(word in plain for text in shown.texts() for word in text.split())
+
+
+def test_a_stream_whose_reader_leaves_is_closed(cell):
+    stream = show_levels(events(events=True), TOKENIZER)
+    next(stream)
+    stream.close()
+    assert cell
+
+
+def test_what_is_no_stream():
+    with pytest.raises(TypeError, match=r"str is nothing that generate_stream yields.*events=True"):
+        list(show_levels(["text"], TOKENIZER))
