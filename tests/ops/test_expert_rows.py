@@ -1,4 +1,4 @@
-"""In plain torch: do gates within products of experts, and a norm within routing, give what the same calls give apart?"""
+"""In plain torch: do gates within products of experts, and a norm within routing, change nothing?"""
 
 from __future__ import annotations
 
