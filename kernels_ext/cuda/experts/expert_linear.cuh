@@ -8,7 +8,9 @@
 
 namespace mlspec::portable {
 
-constexpr int kFewStages = 5;  // of 4-bit weights and 8 tokens: three blocks share a multiprocessor of Hopper
+// Stages of a block of 8 tokens. Up to two blocks for each multiprocessor of Hopper have deep rings, which hold most of a block's weights
+// at once; of more blocks four share a multiprocessor where weights have 4 bits, three where they have 16.
+constexpr int kFewBlocks = 2 * 132, kDeepStages = 7, kManyStages = 4;
 constexpr int kPairBytes = 2 * 64 * int(sizeof(int));  // in shared memory: pairs of an item, and their tokens
 
 struct ExpertParams {
@@ -248,7 +250,12 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
-    case 8: return launch_experts<Variant<Format, 1, kPairBytes, kFewStages>>(args);
+    case 8: {
+      const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
+      if (tiles * mlspec_cuda_most_items(args.num_pairs, args.num_experts) <= kFewBlocks)
+        return launch_experts<Variant<Format, 1, kPairBytes, kDeepStages>>(args);
+      return launch_experts<Variant<Format, 1, kPairBytes, kManyStages>>(args);
+    }
     case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
     default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
   }
