@@ -84,6 +84,10 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
                        help="smoothquant: activation bits of its search, 8 or 4 (default: --activation-bits, or 8)")
     group.add_argument("--rotations", metavar="FILE",
                        help="quarot: matrices in place of Hadamard's, such as SpinQuant's R.bin")
+    group.add_argument("--learn-rotation", action="store_const", const=True,
+                       help="quarot: learn that of the residual stream on the text first and write it to the file of "
+                            "--rotations, unless it is there")
+    group.add_argument("--device", metavar="NAME", help="where codes are chosen, such as cuda (default cpu)")
     group.add_argument("--evaluate", metavar="FILE", help="a text file: its perplexity before and after")
     group.add_argument("--evaluate-tokens", type=positive, metavar="N",
                        help="of that file, the first N tokens (default 32768)")
@@ -293,6 +297,8 @@ def _add_route(commands: Any) -> None:
                              ("batch", positive, "queries a step (default 8)"),
                              ("learning-rate", float, "of Adam (default 0.02)"), ("seed", seed, "default 0")):
         train.add_argument(f"--{name}", type=kind, metavar="N", help=told)
+    train.add_argument("--every", metavar="prompt|step",
+                       help="a choice for each prompt (default), or one more for each token behind it")
     train.add_argument("--plot", metavar="FILE.png", help="draw loss and bits over the steps (needs matplotlib)")
     shown = actions.add_parser("show", help="how many planes each block reads for given prompts")
     shown.add_argument("model", metavar="MODEL", help="folder of the model, dense or in bit-planes")

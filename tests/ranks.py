@@ -1,6 +1,7 @@
-"""What does each process of a tensor-parallel model write? A program for torchrun: `ranks.py MODEL DRAFT [die]`.
+"""What does each process of a tensor-parallel model write? A program for torchrun: `ranks.py MODEL DRAFT [WORD]`.
 
-Rank 0 prints one JSON object: by chain, the ids of all ranks; with `die` rank 1 ends on its way and says when.
+Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
+`odd` the errors of all ranks are told: of a model of other weights on rank 1, and of one with a single key head.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_mlspec
+from hf_mlspec.engines.choose import engine_of
 
 PROMPTS = [[5, 17, 40, 3], [9, 9, 2, 61, 30, 11, 7], [100, 4]]
 
@@ -36,12 +38,48 @@ def of_all(found):
     return every
 
 
-def main(path: str, draft: str, die: bool) -> None:
+def together(model, levels: list) -> list[list[int]]:
+    """All prompts as one batch."""
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    out = model.generate(ids, attention_mask=mask, assistant_models=levels, max_new_tokens=24, pad_token_id=0)
+    return [row[longest - len(prompt):].tolist() for row, prompt in zip(out, PROMPTS, strict=True)]
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def odd(path: str, shared: DistributedConfig) -> dict:
+    """What all ranks raise for models that they cannot share."""
+    model = load(path, distributed_config=shared)
+    with torch.no_grad():
+        model.model.norm.weight[3] += dist.get_rank()
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=1)  # fmt: skip
+    torch.manual_seed(0)
+    single = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=LlamaForCausalLM(config).state_dict(),
+                                              distributed_config=shared).eval()
+    return {"weights": of_all(error_of(lambda: written(model, []))),
+            "heads": of_all(error_of(lambda: written(single, [])))}
+
+
+def main(path: str, draft: str, word: str) -> None:
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    if word == "odd":
+        told = odd(path, shared)
+        if dist.get_rank() == 0:
+            print(json.dumps(told), flush=True)
+        return
     model = load(path, distributed_config=shared)
-    told = {"alone": of_all(written(model, []))}
-    while die:
+    told = {"alone": of_all(written(model, [])), "engine": of_all(engine_of(model).name)}
+    while word == "die":
         if dist.get_rank() == 1:
             print(json.dumps({"died": time.time()}), flush=True)
             os._exit(9)
@@ -50,7 +88,11 @@ def main(path: str, draft: str, die: bool) -> None:
     chains = {"cast": ["mxfp4"], "draft": [draft], "both": ["mxfp4", draft], "exit": ["early_exit:1"]}
     for name, levels in chains.items():
         told[name] = of_all(written(model, levels))
+    told["together"] = [of_all(together(model, levels)) for levels in ([], ["mxfp4", draft])]
     told["passes"] = of_all(hf_mlspec.last_stats(model).target_passes)
+    hf_mlspec.prepare(model, engine="cuda")  # what a GPU replays, op by op
+    told["device"] = [of_all(written(model, levels)) for levels in ([], ["mxfp4", draft])]
+    hf_mlspec.restore(model)
     torch.manual_seed(3)
     told["sampled"] = of_all(written(model, ["mxfp4"], do_sample=True))
     torch.manual_seed(3)
@@ -69,4 +111,4 @@ def main(path: str, draft: str, die: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "die" in sys.argv)
+    main(sys.argv[1], sys.argv[2], "".join(sys.argv[3:]))

@@ -14,5 +14,5 @@ def refusal(capsys, *argv: object) -> str:
     captured = capsys.readouterr()
     assert status == 2
     assert captured.out == ""
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == 1, captured.err
     return captured.err

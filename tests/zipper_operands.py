@@ -9,12 +9,12 @@ from torch import Tensor
 
 # What is put in place of fitting operands (two rows of 64 inputs, 8 outputs), the error, and what it says.
 BAD_OPERANDS: list[tuple[dict[str, Tensor], type[Exception], str]] = [
-    ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], tables are made of groups of 4 inputs"),
+    ({"x": torch.zeros(2, 62)}, ValueError, r"x has shape \[2, 62\], a high part has multiples of 32 inputs"),
     ({"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32, bfloat16"),
     ({"low": torch.zeros(3, 8)}, ValueError, r"low has shape \[3, 8\], expected \[2, 8\]"),
     ({"low": torch.zeros(2, 8).half()}, TypeError, "low is"),
     ({"low": torch.zeros(8, 2).T}, ValueError, "low of shape .* is not contiguous"),
-    ({"high": torch.zeros(20, dtype=torch.int32)}, ValueError, r"high has shape \[20\], expected"),
+    ({"high": torch.zeros(9, dtype=torch.int32)}, ValueError, r"high has shape \[9\], expected"),
     ({"high": torch.zeros(99, dtype=torch.int64)}, TypeError, "high is"),
     ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\], expected \[8\]"),
 ]

@@ -2,6 +2,7 @@
 
     python -m eval.adapters --model FOLDER --text TRAIN.jsonl --prompts HumanEval.jsonl
     python -m eval.adapters --shape llama-0.5b        # random weights and adapters: the step's cost alone
+    python -m eval.adapters --shape llama-3-8b --device cuda
 
 An adapter of every linear is trained for --steps steps on the text. Then every prompt is decoded by each chain and by
 the target alone, in batches, and the ids are compared: `mxfp4` drafts with a cast of the plain base, `nested` with the
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_mlspec
 from eval.adapters.step import step_ratio
-from eval.targets import SMALL_SHAPES, random_model
+from eval.targets import SHAPES, random_model
 from hf_mlspec.evaluation import read_prompts
 
 CHAINS = (["mxfp4"], ["mxfp4", "prompt_lookup"], ["nested"])
@@ -30,7 +31,7 @@ CHAINS = (["mxfp4"], ["mxfp4", "prompt_lookup"], ["nested"])
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.adapters", description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder of the base")
-    parser.add_argument("--shape", choices=sorted(SMALL_SHAPES), help="a base of random weights, whose step is timed")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a base of random weights, whose step is timed")
     parser.add_argument("--text", type=Path, help="what the adapter is trained on, .jsonl of GSM8K or text")
     parser.add_argument("--prompts", type=Path, help="prompts, .jsonl of HumanEval, GSM8K ... or text")
     parser.add_argument("--count", type=int, default=164, help="prompts (%(default)s)")
@@ -40,6 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15, help="of the timed step (%(default)s)")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="(%(default)s)")
     args = parser.parse_args(argv)
     if bool(args.model) == bool(args.shape) or (args.model and not (args.text and args.prompts)):
         parser.error("give --model, --text and --prompts, or --shape")
@@ -63,7 +65,7 @@ def train(model: peft.PeftModel, tokenizer, text: Path, steps: int) -> list[floa
     losses = []
     model.train()
     for _ in range(steps):
-        batch = windows[torch.randint(len(windows), (4,))]
+        batch = windows[torch.randint(len(windows), (4,))].to(model.device)
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
@@ -79,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def load() -> PreTrainedModel:
         if args.shape:
-            return random_model(args.shape)
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
+            return random_model(args.shape, args.device)
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval().to(args.device)
 
     model, different = adapted(load(), args.rank, trained=bool(args.model)), 0
     model.eval()
@@ -104,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         hf_mlspec.unnest(model)
     base = hf_mlspec.prepare(load())
     hf_mlspec.prepare(model)
+    print(json.dumps({"device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"}), flush=True)
     for batch in (1, 8):
         print(json.dumps(step_ratio(base, model, batch, args.repeats)), flush=True)
     return int(different > 0)

@@ -20,6 +20,7 @@ startup  capturing, the first token, and with --build the extension
 transforms  steps with int8 outliers, ordered inputs and online rotations over those of int4
 experts  steps and prompts of mixtures of experts beside stock transformers, in BF16 and as MXFP4 casts
 hybrid   steps and prompts of a Qwen3.5-27B shape beside stock transformers; code-hybrid's chains beside it alone
+hybrid_chain  all layers of that shape: steps over their bytes, tokens that are run again, replayed chains
 attention  of a layer, over bfloat16, int8 and int4 keys and values
 
 FOLDER holds code-21m and code-4m; the prompts lie in ../data beside it or in --data. Every line of --out names machine
@@ -51,6 +52,7 @@ GROUPS = {
     "attention": "eval.bench_gpu.attention", "transforms": "eval.bench_gpu.transforms",
     "lut": "eval.bench_gpu.lut", "ordered": "eval.bench_gpu.ordered",
     "experts": "eval.bench_gpu.experts", "hybrid": "eval.bench_gpu.hybrid",
+    "hybrid_chain": "eval.bench_gpu.hybrid_chain",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ TITLES = {
     "lut": "Products of lookup-table planes beside int4 (share of the read bandwidth)",
     "experts": "Mixtures of experts, a captured step and prompts (share of the read bandwidth)",
     "hybrid": "Gated delta nets in three layers of four: captured steps and prompts, and a real model",
+    "hybrid_chain": "A hybrid with all its layers: steps, tokens that are run again, replayed chains",
     "ordered": "Steps of an int4 model with an order of inputs (act-order) over those without",
     "nested": "A nested target beside a plain one with a separate MXFP4 draft",
     "planes": "A target in 8 bit-planes, batch 1",

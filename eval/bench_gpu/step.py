@@ -24,6 +24,7 @@ from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.states import DeltaStates
 from hf_mlspec.engines.rows import new_kv
+from hf_mlspec.ops.delta import AT_START
 
 KEPT = 512  # tokens in the cache
 UNROLL = 4  # steps in one graph
@@ -60,12 +61,13 @@ class WrongStep(Exception):
 class Step:
     """`UNROLL` steps of a decoder at fixed shapes; `tokens` int32 [UNROLL, batch, width]: what each of them chose."""
 
-    def __init__(self, decoder: CudaDecoder, case: Case, kept: int):
+    def __init__(self, decoder: CudaDecoder, case: Case, kept: int, settles: int = AT_START):
+        """settles: what becomes of states, as of `ops.delta_rows`."""
         device, (batch, width) = decoder.device, (case.batch, case.width)
         generator = torch.Generator().manual_seed(0)
         first = torch.randint(decoder.vocab_size, (batch, width), generator=generator, dtype=torch.int32)
         self.first = first.to(device)
-        self.decoder, self.case, self.kept = decoder, case, kept
+        self.decoder, self.case, self.kept, self.settles = decoder, case, kept, settles
         self.ids = self.first.clone()
         self.starts = torch.zeros(batch, dtype=torch.int32, device=device)
         self.counts = torch.full((batch,), width, dtype=torch.int32, device=device)
@@ -82,7 +84,8 @@ class Step:
             self.states.states.copy_(self.fresh)
             self.states.marks.copy_(self.starts)
         for at in range(UNROLL):
-            logits = self.decoder.forward(self.ids, self.starts, self.counts, self.kv, states=self.states)
+            how = {"states": self.states, "settles": self.settles}
+            logits = self.decoder.forward(self.ids, self.starts, self.counts, self.kv, **how)
             chosen, _ = ops.choose_rows(logits, self.decoder.logit_softcap, None, None, None)
             self.tokens[at] = chosen.view_as(self.ids)
             self.ids.copy_(self.tokens[at])

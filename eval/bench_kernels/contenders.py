@@ -23,6 +23,7 @@ from hf_mlspec.formats import int4, int4_int8, mxfp4, nested, packing, zipper
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.formats.nested import codebooks
 from hf_mlspec.formats.zipper import ZipperParts, ZipperWeight
+from hf_mlspec.ops.zipper import put_together
 
 SLAB = 64  # rows; a multiple of every interleaving of rows that a peer uses
 LARGEST_ERROR = 0.25  # relative, root mean square; 4 bits cost 0.1, a misread weight costs 1 or more
@@ -232,7 +233,7 @@ def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
 
 
 def high_parts(w: Weights, mode: str) -> list[Contender]:
-    """The sparse high part alone: ours from tables of sums, then the same matrix as torch's sparse rows, and dense;
+    """The sparse high part alone: ours from tables of inputs, then the same matrix as torch's sparse rows, and dense;
     where it is -1, 0 and 1 also from tables that every group looks up, as signed rows, and by int4 codes that each
     call dequantizes to bfloat16; and what a split by values keeps: the outliers whole."""
     slab, tiles = w.zipper_tiles(mode)
@@ -278,11 +279,10 @@ def _dequantized(w: Weights, codes: Tensor, step: Tensor, high: Tensor) -> Conte
 
 
 def _by_value(w: Weights, slab: ZipperWeight) -> list[Contender]:
-    """Outliers of 6 bits from the tables, a term for each bit of their magnitudes, and as sparse rows of floats."""
+    """Outliers of 6 bits from the tables, and as sparse rows of floats."""
     codes, edge = slab.codes(), 2**slab.how.low_bits
     outliers = codes.masked_fill((codes >= -edge) & (codes < edge), 0)
-    rows, step = zipper.to_sparse(w.repeated(outliers)), w.repeated(slab.weight_scale.float())
-    split = torch.cat([slab.weight_split, step.flatten().view(torch.int32), rows.starts, rows.terms])
+    split = put_together(slab.weight_split, w.repeated(slab.weight_scale.float()).flatten(), w.repeated(outliers))
     values = outliers.float() * slab.weight_scale.float()
 
     run = lambda x, split: ops.zipper_high_linear(x, torch.zeros(len(x), w.out_features), split)  # noqa: E731

@@ -9,6 +9,7 @@ rounds    replayed acceptance (eval/traces): seconds of a round, streamed and wi
 captured  the same in rounds that are one graph each, with a tiny model below the top planes, too
 prompts   seconds of a prefill, streamed and resident
 routed    seconds of prompts and tokens at widths that a router picks, and at static ones, streamed and resident
+drafts    replayed acceptance: rounds whose draft reads the planes that a router picks, beside fixed planes
 kernels   which kernels a prompt and a token of it take
 offload   tokens/s of accelerate's CPU offload on the same budget: the BF16 model, and the same planes
 disk      tokens/s of a packed folder, planes in memory and in a file, and the memory that either process holds
@@ -25,10 +26,11 @@ import torch
 
 from eval.parts import run_parts
 
-from . import captured, disk, kernels, offload, rounds, routed
+from . import captured, disk, drafts, kernels, offload, rounds, routed
 
 PARTS = {
     "rounds": rounds.lines, "captured": captured.lines, "prompts": rounds.prompts, "routed": routed.lines,
+    "drafts": drafts.lines,
     "kernels": kernels.lines, "offload": offload.lines, "disk": disk.lines,
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What do prompts and tokens take at widths that a router picks, beside static ones, resident and on demand?
 
 The router is made, not trained: some blocks read 6 planes, the others 4, so that it is 4.4 of a weight, and one block
-in eight leaves it to the query.
+in eight leaves it to the query, or, where every step chooses, to each token behind it.
 """
 
 from __future__ import annotations
@@ -84,20 +84,22 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
     yield {"planes": "streamed", "budget": budget, "used": source_of(model).used, "less_than_static":
            1 - (source_of(model).used + dense) / (whole + dense)}  # fmt: skip
     beside = {(one["tokens"], one["widths"]): one for one in resident}
-    for one in _all(model, router, options, ("known", "routed")):
+    for one in _all(model, router, options, ("known", "routed", "steps")):
         before = beside[one["tokens"], one["widths"]]
         yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
                "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
 
 
 def _all(
-    model: PreTrainedModel, router: Router, options: argparse.Namespace, names: tuple = ("known", "routed", "8")
-) -> Iterator[dict]:
+    model: PreTrainedModel, router: Router, options: argparse.Namespace,
+    names: tuple = ("known", "routed", "steps", "8"),
+) -> Iterator[dict]:  # fmt: skip
     known = known_widths(router)
     for tokens in (16, 64) if options.quick else (256, 2048):
-        widths = {"known": known, "routed": None, "8": [8] * len(known)}
+        widths = {"known": known, "routed": None, "steps": None, "8": [8] * len(known)}
         for name in names:
-            yield {"widths": name, "tokens": tokens, **_timed(model, router, widths[name], tokens, options)}
+            own = router.choosing("step" if name == "steps" else "prompt")
+            yield {"widths": name, "tokens": tokens, **_timed(model, own, widths[name], tokens, options)}
 
 
 def _timed(

@@ -6,10 +6,10 @@
 
 Gap: rows run in a stream, and a request with a long prompt of random tokens joins. Of one running row the longest time
 between two of its rounds from the join until the long prompt has its first token, over the median time before the
-join; once with chunks, and once with prompts that are read at once. Prefix: requests come one after another, all with
-the same first tokens; time to the first token with prefixes kept over that without. The first run of each warms up;
-medians over the others. Tokens are compared. A model of fewer positions is given more: its tokens mean nothing then,
-and its times are the same.
+join; once with chunks, and once with prompts read at once. Prefix: requests come one after another, all with
+the same first tokens; time to the first token with prefixes kept over that without. First runs warm up, and their
+figures go to --json alone; medians over the others. Tokens are compared. A model of fewer positions is given more:
+its tokens mean nothing then, and its times are the same.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def measure(name: str, ways: dict[str, Any], args: argparse.Namespace) -> list[d
     tokens = [one.pop("tokens") for line in runs.values() for one in line]
     if any(one != tokens[0] for one in tokens):
         raise AssertionError(f"{name}: ways write other tokens")
-    return [{"figure": name, "way": way, **{key: statistics.median(one[key] for one in line[1:]) for key in line[0]}}
-            for way, line in runs.items()]
+    return [{"figure": name, "way": way, **{key: statistics.median(one[key] for one in line[1:]) for key in line[0]},
+             "of_first_run": line[0]} for way, line in runs.items()]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ generate_stream without HTTP, `mlspec serve` with the same levels and with none,
 --continuous-batching`. The first run of each warms it up; medians over the others. Texts are compared.
 
     python -m eval.bench_serve --soak 600 --clients 64      # minutes of answers, each compared with generate alone
+    python -m eval.bench_serve --soak 600 --clients 64 --only "transformers serve"      # the same load
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of the models; clients have a process of their own")
     parser.add_argument("--only", action="append", choices=CONTENDERS, help="leave out the others; may be repeated")
     parser.add_argument("--server-cpus", metavar="LIST", help="cores of what decodes, as of taskset: 0-7")
+    parser.add_argument("--http-cpus", metavar="LIST", help="of `mlspec serve`'s process that speaks HTTP (the same)")
     parser.add_argument("--their-python", metavar="FILE", help="of an environment with transformers' server")
-    parser.add_argument("--soak", type=float, metavar="SECONDS", help="ask `mlspec serve` for so long instead")
+    parser.add_argument("--soak", type=float, metavar="SECONDS",
+                        help="ask `mlspec serve`, or the servers of --only, for so long instead")
     parser.add_argument("--seed", type=int, default=0, help="of the limits")
     add_quick(parser, "6 requests of 2 to 8 tokens, 1 repeat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line a contender")
@@ -57,6 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     many = {"requests": 64, "shortest": 16, "longest": 128, "repeats": 3}
     settle(args, few, many)
     require_limits(parser, args)
+    streams = [one for one in args.only or () if one.startswith("stream")]
+    if args.soak and streams:
+        parser.error(f"--soak asks servers, and {streams[0]!r} is none: name another with --only")
     return args
 
 
@@ -72,19 +78,26 @@ def run(contender: str, folder: str, levels: list[str], work: Work, args: argpar
     if contender.startswith("stream"):
         return stream_alone(folder, levels, work, args.clients, args.threads, args.repeats, args.server_cpus)
     port = free_port()
-    ours = contender.startswith("mlspec")
-    theirs = their_server(folder, port, args.their_python)
-    words = our_server(folder, levels, args.clients, port) if ours else theirs
-    return served(words, port, folder, work, args.clients, args.threads, args.repeats, args.server_cpus)
+    words = command(contender, folder, levels, port, args)
+    cpus = args.server_cpus, args.http_cpus
+    return served(words, port, folder, work, args.clients, args.threads, args.repeats, *cpus)
 
 
-def soaked(folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> dict[str, Any]:
-    """What came of asking our server for minutes."""
-    expected, port = answers_alone(folder, work, args.threads), free_port()
-    words = our_server(folder, levels, args.clients, port)
-    with serving(words, port, args.threads, args.server_cpus) as pid:
+def command(contender: str, folder: str, levels: list[str], port: int, args: argparse.Namespace) -> list[str]:
+    """Of a server."""
+    if contender.startswith("mlspec"):
+        return our_server(folder, levels, args.clients, port)
+    return their_server(folder, port, args.their_python)
+
+
+def soaked(contender: str, folder: str, levels: list[str], work: Work, expected: list[str],
+           args: argparse.Namespace) -> dict[str, Any]:
+    """What came of asking a server for minutes. expected: texts of the work."""
+    levels, port = [] if "alone" in contender else levels, free_port()
+    words, cpus = command(contender, folder, levels, port, args), (args.server_cpus, args.http_cpus)
+    with serving(words, port, args.threads, *cpus) as pid:
         found = soak(pid, port, folder, work, expected, args.clients, args.soak)
-    return {"contender": "mlspec serve, soak", "clients": args.clients, "threads": args.threads, **found.figures()}
+    return {"contender": f"{contender}, soak", "clients": args.clients, "threads": args.threads, **found.figures()}
 
 
 def entry(contender: str, runs: list[Seen], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -102,11 +115,13 @@ def main(argv: list[str] | None = None) -> int:
     check_words(levels)
     folder, work, entries = args.model or str(demo[0]), work_of(args, demo), []
     if args.soak:
-        entries.append(soaked(folder, levels, work, args))
-        for name, value in entries[0].items():
-            console.print(f"{name}: {value}")
+        expected = answers_alone(folder, work, args.threads)
+        for contender in args.only or ["mlspec serve"]:
+            entries.append(soaked(contender, folder, levels, work, expected, args))
+            for name, value in entries[-1].items():
+                console.print(f"{name}: {value}")
         _write(entries, levels, args)
-        return int(bool(entries[0]["wrong"] or entries[0]["failed"]))
+        return int(any(one["wrong"] or one["failed"] for one in entries if one["contender"].startswith("mlspec")))
     texts: list[str] = []
     for contender in args.only or CONTENDERS:
         runs = run(contender, folder, levels, work, args)

@@ -71,27 +71,38 @@ def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients
 
 
 def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int, repeats: int,
-           cpus: str | None = None) -> list[Seen]:
+           cpus: str | None = None, http_cpus: str | None = None) -> list[Seen]:
     """A server in a process of its own; the first run warms it up."""
-    with serving(words, port, threads, cpus) as pid:
+    with serving(words, port, threads, cpus, http_cpus) as pid:
         return [_asked(pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
 
 
 @contextlib.contextmanager
-def serving(words: list[str], port: int, threads: int, cpus: str | None = None) -> Iterator[int]:
-    """A server that answers, in a process of its own, whose number is given. cpus: as of `stream_alone`."""
+def serving(words: list[str], port: int, threads: int, cpus: str | None = None,
+            http_cpus: str | None = None) -> Iterator[int]:
+    """A server that answers, in a process of its own, whose number is given. cpus: as of `stream_alone`. http_cpus:
+    of the processes that it started, where these have cores of their own."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     pinned = ["taskset", "-c", cpus, *words] if cpus else words
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(pinned, env=environment, stderr=said, stdout=subprocess.DEVNULL)
         try:
             _wait(process, port, said)
+            if http_cpus:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    _move(child.pid, http_cpus)
             yield process.pid
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
+
+
+def _move(pid: int, cpus: str) -> None:
+    """All threads of a process to these cores."""
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, _cores(cpus))
 
 
 def _asked(pid: int, port: int, model: str, work: Work, clients: int) -> Seen:

@@ -1,6 +1,7 @@
 """What do weights in two parts cost on a GPU: the low part, the high part there or on the host, whole chains?
 
-    python -m eval.bench_zipper [--part products host timeline rates memory] [--layers 4] [--model FOLDER] [--quick]
+    python -m eval.bench_zipper [--part products host timeline rates replayed prefill memory] [--layers 4] [--quick]
+                                [--model FOLDER]
 
 products   microseconds of the low part, of its float32 sums, of the high part on the device and of both, 8192 x 8192,
            captured, over copies that the L2 cache does not hold
@@ -9,6 +10,8 @@ host       of way (a), for every linear of the 8B shape: the copy out, the wakin
 timeline   of way (a), for two of these linears: when each step of one call ends, from the call's begin
 rates      tokens/s of a model of the 8B shape with few layers (random weights), or of the one given: (a) the high part
            on the host, (b) on the device, (c) either, with "zipper-low" drafts, and bfloat16 with ["mxfp4"]
+replayed   the same ways, with drafts accepted as those of code-76m were (eval/traces)
+prefill    milliseconds of prompts, by mode and place of the high part
 memory     bytes of the weights on the device over those of 16 bits, with head and embedding and without
 """
 
@@ -22,10 +25,10 @@ import torch
 
 from eval.parts import run_parts
 
-from . import host, memory, products, rates, timeline
+from . import host, memory, prefill, products, rates, replayed, timeline
 
 PARTS = {"products": products.lines, "host": host.lines, "timeline": timeline.lines, "rates": rates.lines,
-         "memory": memory.lines}  # fmt: skip
+         "replayed": replayed.lines, "prefill": prefill.lines, "memory": memory.lines}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -36,6 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", default="clamp", choices=("exact", "paper", "clamp"), help="of models (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of a continuation (%(default)s)")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[128, 512, 2048], help="tokens (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small shapes: shows that the program runs")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
 
 COPIES, CALLS = 4, 24  # of a weight: more than the L2 cache holds; of one graph
+WARM = 0.3  # seconds of products in front of those of a mode, so that clocks are what they are under load
 ROWS = (1, 8, 16, 32)
 
 
@@ -26,6 +28,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         held = [ops.prepack_zipper(*weight.parts) for _ in range(COPIES)]
         how = weight.how
         low_bytes, high_bytes = held[0].planes.nbytes, held[0].split.nbytes
+        _warm(partial(ops.zipper_linear, torch.ones(16, size, device=device), held[0], size, how=how))
         for rows in ROWS:
             x, low = torch.randn(rows, size, device=device).bfloat16(), torch.randn(rows, size, device=device)
             calls = {
@@ -44,6 +47,13 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             yield {"mode": mode, "size": size, "rows": rows, **times, **mib}
         del held
     yield from _dense(size, device)
+
+
+def _warm(work: Callable[[], object]) -> None:
+    end = time.perf_counter() + WARM
+    while time.perf_counter() < end:
+        work()
+        torch.cuda.synchronize()
 
 
 def _dense(size: int, device: torch.device) -> Iterator[dict]:

@@ -36,12 +36,12 @@ class WatchedWorker(HostWorker):
         self.times["begun"] = time.perf_counter()
         return pending
 
-    def _work(self, seen: Tensor, copied: torch.cuda.Event, weights: Sequence[HostRows], threads: int):
+    def _work(self, room, seen: Tensor, copied: torch.cuda.Event, weights: Sequence[HostRows], threads: int):
         self.times["woken"] = time.perf_counter()
         copied.synchronize()
         self.times["copied_out"] = time.perf_counter()
         with mock.patch.object(zipper_host, "high_sums", self._timed_sums):
-            found = super()._work(seen, copied, weights, threads)
+            found = super()._work(room, seen, copied, weights, threads)
         self.times["sent_back"] = time.perf_counter()
         found[1].synchronize()
         self.times["received"] = time.perf_counter()

@@ -54,9 +54,8 @@ class Models:
         return Loaded(self._model, self._tokenizer, [self.places.fill(level) for level in system.levels])
 
     def _read(self, system: System) -> None:
-        group = {} if system.group_size is None else {"group_size": system.group_size}
         how = {} if system.format is None else {
-            "quantization_config": hf_mlspec.MLSpecConfig(format=system.format, **group)
+            "quantization_config": hf_mlspec.MLSpecConfig(format=system.format, **system.packing)
         }
         folder = self.places.fill(system.model)
         try:

@@ -12,7 +12,8 @@ from eval.plans.tables import PlanError
 from hf_mlspec.evaluation import read_prompts
 
 DTYPES = ("float32", "bfloat16", "float16")
-_TARGET = ("model", "dtype", "format", "group_size", "precision")
+_PACKING = ("group_size", "mode")
+_TARGET = ("model", "dtype", "format", *_PACKING, "precision")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class System:
     """How a model decodes. Strings are the plan's own words, with their {places}.
 
     model: a folder or a hub name, loaded in `dtype`, quantized while it loads where `format` says so.
+    group_size, mode: of that format, as `MLSpecConfig` takes them.
     precision: activation bits of the target itself ("w4a16", "w4a8", "w4a4"), of a model with packed layers.
     levels, num_draft_tokens, confidence_threshold: as `generate` takes them.
     reference: the name of the system that this one's ids are held against. That of a system with levels is its target
@@ -31,6 +33,7 @@ class System:
     dtype: str = "bfloat16"
     format: str | None = None
     group_size: int | None = None
+    mode: str | None = None
     precision: str | None = None
     levels: list[str] = field(default_factory=list)
     num_draft_tokens: int | list[int] | None = None
@@ -41,6 +44,11 @@ class System:
     def target(self) -> dict[str, Any]:
         """What the system's target alone depends on."""
         return {name: value for name in _TARGET if (value := getattr(self, name)) is not None}
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """What `MLSpecConfig` takes beside the format."""
+        return {name: value for name in _PACKING if (value := getattr(self, name)) is not None}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -87,10 +95,9 @@ def check_systems(systems: list[System], places: Places, path: Path) -> None:
 
 def _check_settings(system: System) -> None:
     if system.format is not None:
-        group = {} if system.group_size is None else {"group_size": system.group_size}
-        hf_mlspec.MLSpecConfig(format=system.format, **group)
-    elif system.group_size is not None:
-        raise ValueError(f"group_size is {system.group_size}, but there is no format: add format = \"int4\"")
+        hf_mlspec.MLSpecConfig(format=system.format, **system.packing)
+    for name, value in system.packing.items() if system.format is None else ():
+        raise ValueError(f"{name} is {value}, but there is no format: add format = \"int4\"")
     if not system.levels and system.num_draft_tokens is not None:
         raise ValueError("num_draft_tokens without levels: add levels, or leave it out")
     if not system.levels and system.confidence_threshold is not None:

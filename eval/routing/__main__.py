@@ -7,10 +7,12 @@
 
 Rows of --tokens tokens: the first --query-tokens are the query that the router sees, what follows is scored. The fixed
 widths are searched greedily on texts of --tune and scored, as the router is, on those of --held. Where the averages
-differ, fixed widths next above and next below are blended. Intervals: queries resampled. The oracle chooses the
-widths of each query, of the first --oracle of every kind, knowing what follows. Without --router one is trained on
---tune for --steps steps (`mlspec route train` does the same). --drafts: with the router picking planes of drafts, ids
-are compared with those of the target alone on the first so many prompts of each .jsonl file of --held.
+differ, fixed widths next above and next below are blended. Intervals: queries resampled. The oracle chooses the widths
+of each query, of the first --oracle of every kind, knowing what follows. Without --router one is trained on --tune for
+--steps steps (`mlspec route train` does the same). --shares: the same with a choice for each token behind the query,
+whose features are moved by such shares towards its own; --step-router: one trained for that. --drafts: with the router
+picking planes of drafts, ids are compared with those of the target alone on the first so many prompts of each .jsonl
+file of --held.
 """
 
 from __future__ import annotations
@@ -136,6 +138,25 @@ def of_drafts(model: Any, tokenizer: Any, router: Router, args: Any) -> list[dic
     return lines
 
 
+def of_steps(held: Scorer, path: list[list[int]], routed: Found, args: Any) -> Iterator[dict[str, Any]]:
+    """A choice for each token behind a query, beside one for the query and fixed widths of the same average."""
+    routers = [(f"every step, share {share:g}", args.router, share) for share in args.shares]
+    if args.step_router is not None:
+        trained = Router.load(args.step_router, held.blocks)
+        routers.append((f"every step, trained so, share {trained.step_share:g}", trained, trained.step_share))
+    for name, router, share in routers:
+        own = router.choosing("step")
+        own.step_share = share
+        found = held.in_steps(own)
+        above, below, part = around(path, held, float(found.bits.mean()))
+        fixed = blend(held.fixed(above), held.fixed(below), part)
+        entropies = [entropy(list(of)) for of in zip(*found.widths, strict=True)]
+        yield line(name, found, {"entropy": sum(entropies) / len(entropies)})
+        yield line(f"fixed widths, blended at the bits of {name}", fixed)
+        yield against(f"{name} - fixed", found, fixed, args.seed)
+        yield against(f"{name} - routed once", found, routed, args.seed)
+
+
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Line by line, the quickest first."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -148,6 +169,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.only_drafts:
         yield from of_drafts(model, tokenizer, args.router, args)
         return
+    yield from of_texts(model, teacher, tokenizer, texts, args)
+
+
+def of_texts(
+    model: Any, teacher: Any, tokenizer: Any, texts: dict[str, Any], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Quality on the held texts, then time."""
     rows, kinds = rows_of(texts["held"], tokenizer, args.tokens, args.queries)
     rows = rows.to(args.device)
     held = Scorer(model, teacher, rows, args.query_tokens)
@@ -167,6 +195,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, own in fixed.items():
         yield line(f"fixed widths, next {name}", own, {"widths": own.widths[0]})
     yield from (line("fixed widths, blended", best), against("routed - fixed", routed, best, args.seed))
+    yield from of_steps(held, path, routed, args)
+    if args.only_steps:
+        return
     ids = rows.flatten()[None, : args.prefill_tokens]
     yield {"part": "prefill", **of_prefill(model, args.router, ids, args.repeats)}
     yield {"part": "speed", **of_generate(model, args.router, ids[:, :64], args.new_tokens, args.repeats)}
@@ -231,6 +262,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-bits", type=float, default=4.5, metavar="N", help="of a router trained here")
     parser.add_argument("--levels", nargs="*", default=["planes3", "planes4"], metavar="WORD",
                         help="fixed levels beside draft routing (default planes3 planes4)")
+    parser.add_argument("--shares", nargs="*", type=float, default=[], metavar="N",
+                        help="of a token in what it chooses")
+    parser.add_argument("--step-router", metavar="FILE", help="what mlspec route train --every step wrote")
+    parser.add_argument("--only-steps", action="store_true", help="nothing behind --shares and --step-router")
     parser.add_argument("--only-drafts", action="store_true", help="nothing but --drafts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the models run (%(default)s)")

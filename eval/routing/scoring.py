@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_mlspec.routing.blocks import average_bits, blocks_of
-from hf_mlspec.routing.passes import Routed, at_widths
+from hf_mlspec.routing.passes import Routed, Steps, at_widths
 from hf_mlspec.routing.router import Router
 
 BATCH = 16
@@ -82,6 +82,21 @@ class Scorer:
             found.append(self._under(number, part, routed.over(self.model)))
             widths += [list(row) for row in zip(*routed.widths, strict=True)]
         return self._found(found, widths)
+
+    def in_steps(self, router: Router) -> Found:
+        """Every token behind a query at what it chooses for itself. widths: of the tokens of all queries."""
+        found, widths, bits = [], [], []
+        for number, part in enumerate(self.rows.split(BATCH)):
+            steps = Steps([(self.query, part.shape[1])] * len(part), [None] * len(part))
+            routed = Routed(router, self.blocks, [self.query] * len(part), steps=steps)
+            found.append(self._under(number, part, routed.over(self.model)))
+            for row in range(len(part)):
+                of_blocks = [of[row][self.query :] for of in routed.of_tokens.values()]
+                each = [list(own) for own in zip(*of_blocks, strict=True)]
+                bits.append(sum(average_bits(own, self.blocks) for own in each) / len(each))
+                widths += each
+        nats, distance = (torch.cat(part) for part in zip(*found, strict=True))
+        return Found(nats, distance, torch.tensor(bits), widths)
 
     def all_planes(self) -> Found:
         """Every query at all planes, as the model computes without a router."""

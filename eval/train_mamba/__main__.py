@@ -4,9 +4,10 @@
     python -m eval.train_mamba --smoke                                     # a toy: a CPU, seconds
 
 14.4M parameters: 12 layers of Mamba-2 (arXiv 2405.21060), nothing beside them. Trained from scratch on windows of 512
-tokens: AdamW, a cosine, float32 weights, products in bfloat16 on a GPU. Printed are the loss and the share of right
-tokens in held-out text. --out gets BF16 weights, config, tokenizer and training.json; --steps repeats a training,
---minutes takes as many as they allow. A text is what `eval.extend_context` takes for one.
+tokens: AdamW, a cosine, float32 weights, products in bfloat16 on a GPU, the scan as products (scan.py). Printed are
+the loss and the share of right tokens in held-out text, by transformers' own forward. --out gets BF16 weights, config,
+tokenizer and training.json; --steps repeats a training, --minutes takes as many as they allow. A text is what
+`eval.extend_context` takes for one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 from transformers import Mamba2Config, Mamba2ForCausalLM, PreTrainedTokenizerBase
 
 from eval.refused import refused
+from eval.train_mamba.scan import few_products
 from eval.training.command import run
 from eval.training.folder import write
 from eval.training.steps import Recipe, by_position, train
@@ -30,7 +32,7 @@ from eval.training.tokens import read
 LENGTH, ROWS, RATE, MINUTES, WINDOWS = 512, 32, 2e-3, 2.0, 64
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 12, "num_heads": 12, "head_dim": 64, "state_size": 64}
 SMOKE = {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "state_size": 16}
-CHUNK = 64  # tokens that transformers' own scan has at once: it computes with squares of them
+CHUNK = 64  # tokens that a scan has at once: it computes with squares of them
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -83,8 +85,9 @@ def make(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict:
     torch.manual_seed(args.seed)
     model = Mamba2ForCausalLM(config_of(shape, length, tokenizer)).to(args.device)
     report: dict = {"recipe": asdict(recipe), "torch": torch.__version__, "device": args.device,
-                    "stream_tokens": len(texts.trained), "parameters": model.num_parameters(),
-                    **train(model, texts.trained, recipe)}
+                    "stream_tokens": len(texts.trained), "parameters": model.num_parameters()}
+    with few_products(model):
+        report |= train(model, texts.trained, recipe)
     report["held_out"] = {name: by_position(model, ids, [length], WINDOWS)[0] for name, ids in texts.held_out.items()}
     show(report)
     if args.out:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_mlspec.evaluation.tasks.choices import piqa, winogrande
+from hf_mlspec.evaluation.tasks.choices import items_of
 
 BATCH = 32  # rows of a pass
-TASKS = {"piqa": piqa, "winogrande": winogrande}
+TASKS = ("piqa", "winogrande")
 
 
 class Question(NamedTuple):
@@ -23,8 +23,8 @@ class Question(NamedTuple):
 
 def questions_of(name: str, folder: str, tokenizer: Any, items: int) -> list[Question]:
     """The first so many of a task; the folder holds the files of its task in hf_mlspec/evaluation/tasks."""
-    found, test = [], TASKS[name](folder)["test"]
-    for item in test.select(range(min(items, len(test)))):
+    found = []
+    for item in items_of(name, folder)[:items]:
         if "continuation" in item:
             pairs = [(choice, item["continuation"]) for choice in item["choices"]]
         else:

@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..engines.memory import available
+from ..formats import format_named
 from ..nn.castable import has_dense_weight
 from .blocks import blocks_of
+from .pipeline import Plan
 from .statistics import KEPT_ROWS
 from .turned_weights import ROWS
 
@@ -65,7 +68,7 @@ def require_memory(
 ) -> None:
     """MemoryError with both numbers where less is free. Where the system does not say what is free, nothing is
     checked."""
-    free = _free_bytes(device)
+    free = available(device)
     if free is not None and free < needed:
         raise MemoryError(
             f"calibration needs {needed / 2**20:.0f} MiB beside the model, {free / 2**20:.0f} are free on {device}: "
@@ -73,27 +76,17 @@ def require_memory(
         )
 
 
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    file = Path("/proc/meminfo")
-    if not file.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def require_disk(model: nn.Module, folder: str | os.PathLike, saved: bool = False, unties: bool = False) -> None:
-    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, counted at 8 bits a
-    weight of a linear and as they are otherwise. Those that are there already need no more. saved: the model is saved
-    beside them; unties: with a head of its own."""
-    blocks = _bytes_of_blocks(model)
+def require_disk(model: nn.Module, folder: str | os.PathLike, plan: Plan, saved: bool = False) -> None:
+    """OSError with both numbers where the disk of a work folder does not hold the finished blocks, linears counted as
+    the plan's format has them. Those that are there already need no more. saved: the model is saved beside them, with
+    a head of its own if it is rotated."""
+    blocks = _bytes_of_blocks(model, plan)
     needed = max(0, blocks - sum(file.stat().st_size for file in Path(folder).glob("block_*")))
     if saved:
         inside = {id(tensor) for _, block in blocks_of(model) for tensor in block.parameters()}
         needed += blocks + sum(tensor.nbytes for tensor in model.parameters() if id(tensor) not in inside)
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        needed += head.weight.nbytes if unties and head.weight is embedding.weight else 0
+        needed += head.weight.nbytes if plan.method.rotates and head.weight is embedding.weight else 0
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -101,9 +94,17 @@ def require_disk(model: nn.Module, folder: str | os.PathLike, saved: bool = Fals
         raise OSError(errno.ENOSPC, f"{what} need {needed} bytes, {free} are free: use another disk", str(folder))
 
 
-def _bytes_of_blocks(model: nn.Module) -> int:
-    found = 0
-    for _, block in blocks_of(model):
-        dense = {id(module.weight) for module in block.modules() if has_dense_weight(module)}
-        found += sum(own.numel() if id(own) in dense else own.nbytes for own in block.parameters())
+def _bytes_of_blocks(model: nn.Module, plan: Plan) -> int:
+    """Of their tensors, once they are packed."""
+    zeros, found = format_named(plan.format).zeros, 0
+    shaping = {"group_size": plan.group_size, "symmetric": plan.symmetric, **plan.options}
+    for where, block in blocks_of(model):
+        for name, module in block.named_modules():
+            wide = dict(module.named_parameters(recurse=False))
+            if has_dense_weight(module) and f"{where}.{name}" not in plan.kept:
+                del wide["weight"]
+                parts = zeros(module.weight.shape, torch.device("meta"), **shaping)
+                own = plan.transform.tensors(module.in_features, torch.device("meta"))
+                found += sum(part.nbytes for part in (*parts, *own.values()) if part is not None)
+            found += sum(tensor.nbytes for tensor in wide.values())
     return found

@@ -6,10 +6,9 @@ import argparse
 import sys
 import traceback
 
-from torch import OutOfMemoryError
-
 from mlspec_cli import main
 
+from ..engines.memory import out_of_memory
 from ..integration.hook import enable
 from ..integration.levels.chain_text import levels_of_options
 from ..ops import KernelError
@@ -42,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
         return _COMMANDS[args.command](args)
     except BrokenPipeError:  # an OSError that says nothing of the input
         raise
-    except (ValueError, TypeError, FloatingPointError, OSError, KernelError, OutOfMemoryError) as error:
+    except (ValueError, TypeError, FloatingPointError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not (isinstance(error, KernelError) or out_of_memory(error)):
+            raise  # a fault of ours
         if args.traceback:
             traceback.print_exc()
         print(f"mlspec {args.command}: {said(error)}", file=sys.stderr)

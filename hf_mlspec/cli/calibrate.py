@@ -19,12 +19,13 @@ from .tables import say, show
 
 WORST = 5  # layers that are named one by one
 _OPTIONS = ("samples", "tokens", "seed", "act_order", "damping", "search_bits", "rotations", "evaluate",
-            "evaluate_tokens")
+            "evaluate_tokens", "device")
 
 
 def require_no_method(args: argparse.Namespace) -> None:
     """ValueError for options of calibration without a method."""
-    given = next((name for name in ("calibration", "plot", *_OPTIONS) if getattr(args, name) is not None), None)
+    names = "calibration", "plot", "learn_rotation", *_OPTIONS
+    given = next((name for name in names if getattr(args, name) is not None), None)
     if given is not None:
         raise ValueError(f"--{given.replace('_', '-')} goes with --method, which chooses codes on a text: add one")
 
@@ -37,12 +38,14 @@ def run_calibrated(args: argparse.Namespace, config: MLSpecConfig) -> int:
         require_picture(args.plot)
     if args.evaluate is None and args.evaluate_tokens is not None:
         raise ValueError("--evaluate-tokens counts tokens of a text: name its file with --evaluate")
+    if args.learn_rotation and args.rotations is None:
+        raise ValueError("--learn-rotation writes a file: name it with --rotations R.bin")
     options = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     if args.activation_clip == AUTO:
         options["activation_clip"] = AUTO
     found = calibrate_folder(args.model, args.out, args.method, config, calibration=args.calibration,
                              max_shard_size=args.max_shard_size, dtype=args.dtype, overwrite=args.overwrite,
-                             **options)
+                             learn=bool(args.learn_rotation), **options)
     if args.plot is not None:
         from .calibrate_plot import draw  # matplotlib is optional
 
@@ -76,8 +79,9 @@ def _show(console: Console, args: argparse.Namespace, found: CalibratedFolder) -
          [(name, *_least_and_median([own.sqnr for own in same if own.sqnr is not None]),
            f"{sum(own.alpha is not None for own in same)} of {len(same)}") for name, same in kinds.items()])
     show(console, "layers with the most noise", ("", "dB"), _worst(layers))
+    learned = "" if found.learning_seconds is None else f"{found.learning_seconds:.1f} to learn the rotation, "
     rows = [("calibrated on", f"{record['tokens']} tokens in {record['samples']} samples"),
-            ("seconds", f"{found.calibrated.seconds:.1f} to calibrate, {sizes.save_seconds:.2f} to save"),
+            ("seconds", f"{learned}{found.calibrated.seconds:.1f} to calibrate, {sizes.save_seconds:.2f} to save"),
             ("peak memory of the process", "unknown" if peak is None else f"{peak / 1e6:.0f} MB"),
             ("size", f"{sizes.wide_bytes / 1e6:.1f} MB before, {sizes.packed_bytes / 1e6:.1f} after"),
             ("kept wide", f"{len(sizes.kept)} linear layers")]

@@ -11,7 +11,7 @@ import torch
 from .. import ops
 from ..evaluation.prompts import read_prompts as read_prompts  # the commands take it from here
 from ..integration.config import SpeculationConfig
-from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm
+from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm, require_device
 from ..integration.levels.resolve import check_words, draws_on_nested, nested_for
 
 _OF_LEVELS = "num_draft_tokens", "confidence_threshold", "draft_window"
@@ -48,10 +48,7 @@ def load_target(path: str, args: argparse.Namespace) -> tuple[Any, Any]:
     """Model and tokenizer in the dtype and on the device the user asked for; args.device is chosen where none was."""
     hide_progress_bars()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    require_device(args.device)
     ops.kernel_table()  # an instruction set that is unknown is refused before a model is loaded
     require_nestable(args)
     model, tokenizer = load_causal_lm(path, args.dtype, args.device)

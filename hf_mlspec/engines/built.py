@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..nn.adapters import adapters_said
 from ..nn.hooks import changes
 from ..nn.packed import PackedLinear, PackedModule
+from ..nn.shards import local
 from ..nn.state import ModelState, state_of
 from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
@@ -75,7 +76,9 @@ class Walk:
         self.model, self.modules = model, modules_of(model)
         held = [own for module in self.modules if (own := module._parameters)]
         own = [p for some in held for p in some.values() if p is not None]
-        self.parameters: list[nn.Parameter] = list(dict(zip(map(id, own), own, strict=True)).values())
+        self.parameters: list[Tensor] = list(dict(zip(map(id, own), own, strict=True)).values())
+        if getattr(model, "_tp_size", None):  # of what processes share each looks at its part
+            self.parameters = [local(p) for p in self.parameters]
 
     @cached_property
     def weights(self) -> tuple:

@@ -15,7 +15,7 @@ from ..ops.compiled_decoder import has_compiled_decoder
 from .architecture import UnknownArchitecture, outline, require_format
 from .cpu import weights as cpu
 from .cuda import weights as cuda
-from .cuda.decoder import require_read
+from .cuda.served import require_read
 from .rows import cache_format_of
 from .slots import order_of, require_experts, require_one_order, rotation_of, slot_of
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import mmap
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from torch import Tensor
 
 WORTH_ASKING = 2**26  # bytes; for less nobody asks how much is free
 _LEAST_GIVEN_BACK = 2**20  # bytes of a layer, below which its pages stay until all have moved
+_WRITTEN_ALONE = 1 << 22  # elements
+_PIECE = 1 << 14  # elements, half of what torch gives to more than one thread
 _GIB = 2**30
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": _GIB}
 
@@ -60,6 +64,29 @@ def grown(kv: Tensor, rows: int, sizes: list[tuple[int, int]], *, spend: bool) -
     )
 
 
+def copy_row(kv: Tensor, place: int, row: int) -> None:
+    """Copy a row to another place; little of it on the CPU by the calling thread alone, as `zeros` writes."""
+    into, values = kv[:, :, place], kv[:, :, row]
+    if kv.device.type != "cpu" or into.numel() > _WRITTEN_ALONE:
+        into.copy_(values)
+        return
+    slots = max(_PIECE // (into.shape[2] * into.shape[4]), 1)
+    for own, other in zip(into.flatten(0, 1), values.flatten(0, 1), strict=True):
+        for piece, source in zip(own.split(slots, dim=1), other.split(slots, dim=1), strict=True):
+            piece.copy_(source)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`; a small tensor on the CPU is written by the calling thread alone: threads that help torch spin on
+    for milliseconds, on the cores that the first passes need."""
+    if device.type != "cpu" or math.prod(shape) > _WRITTEN_ALONE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    made = torch.empty(shape, dtype=dtype)
+    for piece in made.view(-1).split(_PIECE):
+        piece.zero_()
+    return made
+
+
 def require_free(needed: int, most: int, device: torch.device, kept: int, what: str) -> int | None:
     """torch.OutOfMemoryError where less than `needed` bytes more are free for `what`; how many are free, where that is
     less than `most`, else None.
@@ -86,8 +113,10 @@ def available(device: torch.device) -> int | None:
     """Bytes that can be allocated on a device at most, None where that is not known: what captured graphs of a GPU
     hold for themselves counts as free."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, whole = torch.cuda.mem_get_info(device)
+        share = int(whole * torch.cuda.get_per_process_memory_fraction(device.index))  # that torch lets a process take
+        taken = torch.cuda.memory_allocated(device)
+        return max(min(free + torch.cuda.memory_reserved(device), share) - taken, 0)
     return _free_on_host() if device.type == "cpu" else None
 
 
@@ -186,14 +215,27 @@ def _madvise():
 
 
 def _free_on_host() -> int | None:
-    """Memory and swap that the system says are free, and what the process's control groups leave of them."""
+    """Memory and swap that the system says are free, and what the process's control groups and its limit of addresses
+    (`ulimit -v`) leave of them."""
     found = _numbers("/proc/meminfo")
     if "MemAvailable:" not in found:
         return None
     files = "active_file", "inactive_file"
     memory = [1024 * found["MemAvailable:"], *_left("memory.max", "memory.current", "", *files)]
     memory += _left("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", *(f"total_{name}" for name in files))
-    return min(memory) + min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
+    swap = min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
+    return min([min(memory) + swap, *_addresses_left()])
+
+
+def _addresses_left() -> list[int]:
+    """Bytes that the process may still map, where that has a limit."""
+    with suppress(ImportError, OSError, ValueError, KeyError):  # not on Windows
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY:
+            return [max(most - 1024 * _numbers("/proc/self/status")["VmSize:"], 0)]
+    return []
 
 
 def _left(limit: str, used: str, controller: str, *dropped: str) -> list[int]:

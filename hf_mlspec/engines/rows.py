@@ -5,7 +5,6 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -16,10 +15,8 @@ from ..formats import CacheFormat, cache_format
 from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
-from .memory import WORTH_ASKING, grown, moved, require_free
+from .memory import WORTH_ASKING, copy_row, grown, moved, require_free, zeros
 
-_WRITTEN_ALONE = 1 << 22  # elements
-_PIECE = 1 << 14  # elements, half of what torch gives to more than one thread
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
 
@@ -144,7 +141,7 @@ class DecoderCache:
         kv = self.kv[:, :, :, :, :slots]
         if {row for _, row in moves}.isdisjoint(range(len(keep))) or all(row > place for place, row in moves):
             for place, row in moves:  # none is overwritten before it is read
-                kv[:, :, place] = kv[:, :, row]
+                copy_row(kv, place, row)
         else:
             for layer in kv:  # the rows that are gathered are there twice
                 layer[:, : len(keep)] = layer[:, keep]
@@ -272,18 +269,7 @@ def new_kv(decoder: Decoder, batch: int, slots: int, cache_format: CacheFormat |
         dim, dtype = cache_format.width(dim), cache_format.dtype
     shape = (decoder.num_layers, 2, batch, decoder.sizes.kv_heads, slots, dim)
     with torch.inference_mode(False):
-        return _zeros(shape, dtype, decoder.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; a small tensor on the CPU is written by the calling thread alone: threads that help torch spin on
-    for milliseconds, on the cores that the first passes need."""
-    if device.type != "cpu" or math.prod(shape) > _WRITTEN_ALONE:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    made = torch.empty(shape, dtype=dtype)
-    for piece in made.view(-1).split(_PIECE):
-        piece.zero_()
-    return made
+        return zeros(shape, dtype, decoder.device)
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype, cache_format: CacheFormat | None) -> int:

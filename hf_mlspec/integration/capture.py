@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
+from ..engines.memory import available
 from ..nn.state import say_once
 from ..speculation.draft import Rows
 from ..speculation.loop import Loop
 from ..speculation.rounds.caches import adopt
-from ..speculation.rounds.chain import CapturedChain, borrowed
+from ..speculation.rounds.chain import CapturedChain, borrowed, bucket_of
 from ..speculation.rounds.plan import NotCaptured, round_levels
 from ..speculation.rounds.program import Level, RoundLevel
 from ..speculation.rounds.rounds import NoRoom
@@ -23,7 +24,9 @@ from .compare import accumulate
 from .costs.replayed import POSITIONS
 from .levels.wiring import Chain
 from .processing import WARPERS
+from .request import max_positions
 
+_SHARE_OF_STREAM = 8  # of the memory that is free, one part of so many is for slots that a stream's rows may need
 _FIRST_NEW_TOKENS = 4096  # a row has slots for at first; more are added, and graphs made anew, where it goes on
 
 
@@ -51,7 +54,7 @@ def captured(
         [runner.model for runner in runners],
         levels,
         rows=len(rows),
-        slots=max(lengths) + min(new_tokens, _FIRST_NEW_TOKENS),
+        slots=_first_slots(runners, max(lengths) + min(new_tokens, _FIRST_NEW_TOKENS), stream_of),
         sampled=sampled or sampler.do_sample,
         warp=sampler.warp,
         warp_key=_in_words(processors),
@@ -65,6 +68,17 @@ def captured(
                 chain.leave_out_levels()
             adopt(found, chain.target, chain.drafter, len(rows))
         yield found
+
+
+def _first_slots(runners: list[Any], needed: int, stream_of: int) -> int:
+    """Slots of every row. Of a stream, whose longest row may come later, as many as a row can have, or as a part of
+    the memory that is free has room for: making room later keeps running rows waiting, as graphs are made anew."""
+    own = [runner for runner in runners if runner.follow is None]
+    each = sum(runner.bytes_per_token for runner in own) * bucket_of(max(stream_of, 1))
+    most = [positions for runner in own if (positions := max_positions(runner.model))]
+    if not stream_of or not each or not most or (free := available(runners[0].device)) is None:
+        return needed
+    return max(needed, min(*most, free // _SHARE_OF_STREAM // each))
 
 
 def go_on(chain: Chain, reason: NoRoom, device: torch.device, **how: Any) -> SpeculationStats:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
 from ..formats import cache_format, casts, options
-from ..routing.router import Router
+from ..routing.router import Router, require_every
 
 NUM_DRAFT_TOKENS = 8  # ML-SpecQD, section 4
 NUM_DRAFT_TOKENS_AT_LOWER_PRECISION = 3  # QSpec's gamma
@@ -67,6 +67,8 @@ class SpeculationConfig:
         folder, or measured in the first call. A file of another machine or version is ignored, with one warning.
     router: of the level "routed": a file of `mlspec route train`, or what `train_router` returned. For each prompt it
         picks the planes that the draft reads; the check reads all, so that this changes time, never a token.
+    router_every: "prompt", that router chooses once for a prompt and what is drafted behind it; "step", once more for
+        each drafted token; None: as it was trained.
     common_vocabulary: a level with another tokenizer drafts only tokens of both vocabularies, when sampling with the
         target's noise (True), or drafts text that is encoded again, always its likeliest tokens (False); None: True
         when sampling, False when greedy.
@@ -90,6 +92,7 @@ class SpeculationConfig:
     engine: str | None = None
     profile: str | os.PathLike | None = None
     router: str | os.PathLike | Router | None = None
+    router_every: str | None = None
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
@@ -121,6 +124,9 @@ class SpeculationConfig:
             raise ValueError(f"profile {path!r} is no file: write it with `mlspec tune MODEL --output FILE`")
         if self.router is not None and not isinstance(self.router, (str, os.PathLike, Router)):
             raise TypeError(f"router is {self.router!r}, it must be the path of a file of `mlspec route train`")
+        if self.router_every is not None and require_every(self.router_every, "router_every") and self.router is None:
+            raise ValueError(f"router_every is {self.router_every!r} and there is no router: name its file, "
+                             "router=FILE")  # fmt: skip
         bits = self.cast_activation_bits
         if bits is not None and (not _is_count(bits, 1) or bits not in _cast_activations()):
             raise ValueError(f"cast_activation_bits is {bits!r}, it must be 8 (int8), 16 (bfloat16) or None")

@@ -49,6 +49,7 @@ STATEFUL = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
+COLDEST = 1e-30  # the least temperature: float32 logits divided by less are beyond numbers
 _OF_ROW = (MaxTimeCriteria, StopStringCriteria)  # what they say of a row depends on nothing else of the batch
 
 
@@ -116,9 +117,14 @@ def split_processors(processors: LogitsProcessorList, prompts: Prompts):
     user's own among them, are called as in stock generate: with all rows of the batch in its order, equally long
     (`Prompts.filled`). Scores of rows that are not in question are zeros, and what becomes of them is not looked at.
 
-    Raises ValueError for processors whose state a rejected token would corrupt.
+    Raises ValueError for processors whose state a rejected token would corrupt, and for a temperature too small.
     """
     for processor in processors:
+        if isinstance(processor, WARPERS[0]) and processor.temperature < COLDEST:
+            raise ValueError(
+                f"temperature is {processor.temperature}, it must be at least {COLDEST}: logits divided by less are "
+                "beyond numbers; do_sample=False takes the likeliest token"
+            )
         if isinstance(processor, STATEFUL):
             raise ValueError(
                 f"{type(processor).__name__} keeps state between tokens and cannot process drafted tokens "

@@ -10,17 +10,21 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..routing.blocks import blocks_of
-from ..routing.router import Router, require_file
+from ..routing.router import Router, require_every, require_file
 
 ROUTER_FILE = "router.safetensors"  # its name beside the weights of a saved model
 
 
-def route(model: PreTrainedModel, router: str | os.PathLike | Router | None) -> PreTrainedModel:
+def route(
+    model: PreTrainedModel, router: str | os.PathLike | Router | None, *, every: str | None = None
+) -> PreTrainedModel:
     """Let a router pick how many planes each block reads for each prompt, from the next call of generate on.
 
     model: in bit-planes, from `from_pretrained(..., quantization_config=MLSpecConfig(format="planes"))`. router: a
     file of `mlspec route train`, or what `train_router` returned; None: all planes again. It is saved with the model.
-    Returns the model. ValueError for a router of another model, TypeError for another object.
+    every: "prompt", one choice for a prompt and what follows; "step", one more for each token behind the prompt; None:
+    as the router was trained. Returns the model. ValueError for a router of another model or another word, TypeError
+    for another object.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if not hasattr(quantizer, "router"):
@@ -28,7 +32,9 @@ def route(model: PreTrainedModel, router: str | os.PathLike | Router | None) -> 
             f"{type(model).__name__} is not in bit-planes of this package: load it with "
             "quantization_config=MLSpecConfig(format='planes')"
         )
-    found = None if router is None else read_router(model, router)
+    if every is not None:
+        require_every(every)
+    found = None if router is None else read_router(model, router).choosing(every)
     quantizer.router = found
     quantizer.quantization_config.router = None if found is None else ROUTER_FILE
     return model

@@ -103,19 +103,53 @@ def drop_fetches(model: nn.Module) -> None:
         source.reset()
 
 
+AUTO = "auto"  # the device_map that `shared_out` serves
+_SPREADING = frozenset({"balanced", "balanced_low_0", "sequential", "disk"})
+
+
 def device_of_map(device_map: Any) -> Any:
-    """The one device of a device_map; ValueError by name for what spreads a model, None for no map."""
+    """The one device of a device_map, or "auto"; ValueError by name for what spreads a model, None for no map."""
     if device_map is None:
         return None
     places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    words = {"auto", "balanced", "balanced_low_0", "sequential", "disk"} & {str(place) for place in places}
+    words = _SPREADING & {str(place) for place in places}
     if words or len(places) != 1:
         said = ", ".join(sorted(words or {str(place) for place in places}))
         raise ValueError(
-            f"device_map says {said}, and planes are streamed to one device: name it, as with device_map='cuda'; "
-            "plane_budget stands for max_memory, plane_folder for offload_folder"
+            f"device_map says {said}, and planes are streamed to one device: name it, as with device_map='cuda', or "
+            "say 'auto'; plane_folder stands for offload_folder"
         )
     return next(iter(places))
+
+
+def shared_out(
+    model: PreTrainedModel, max_memory: Mapping[Any, int], asked: Streaming | None
+) -> tuple[torch.device, Streaming] | None:
+    """Where a model in bit-planes goes that is loaded with device_map="auto", and how it streams its planes there.
+
+    max_memory: bytes by device, as accelerate would fill them. asked: what the config says of streaming. None: it says
+    nothing, and the devices hold the model, so that nothing is left to the host or the disk. Else the first GPU with
+    memory takes all but planes, and planes as far as its memory goes; without a GPU the CPU, and a file. ValueError
+    where the device has no room for what is not planes.
+    """
+    devices = [own for own, size in max_memory.items() if own not in ("cpu", "disk") and size > 0]
+    planes = {id(part) for own in model.modules() if isinstance(own, PlanesLinear) for part in own.parameters()}
+    tied = model.all_tied_weights_keys  # as yet weights of their own
+    sizes = {id(part): part.nbytes for name, part in model.named_parameters() if name not in tied}
+    room = sum(max_memory.get(own, 0) for own in devices or ["cpu"])
+    if asked is None and (not planes or sum(sizes.values()) <= room):
+        return None
+    first = devices[0] if devices else "cpu"
+    place = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+    rest = sum(size for own, size in sizes.items() if own not in planes)
+    room = max_memory.get(first, 0) - rest
+    if room <= 0:
+        raise ValueError(
+            f"max_memory of {first!r} is {max_memory.get(first, 0):,} bytes, and what is not in bit-planes takes "
+            f"{rest:,}: give more, or another device"
+        )
+    how = asked or Streaming(room, TOP_PLANES, None)
+    return place, how._replace(budget=min(how.budget, room))
 
 
 def _end(model: PreTrainedModel) -> PreTrainedModel:

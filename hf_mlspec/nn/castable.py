@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 
 import torch
@@ -146,13 +148,26 @@ def _read_directly(model: nn.Module, name: str, module: nn.Module) -> str | None
 
 @functools.lru_cache(maxsize=256)
 def _weights_read(kind: type[nn.Module], what: str) -> frozenset[str]:
-    """Children whose weight the forward of a module, or a method with forward in its name, reads. what: a pattern, of
-    the weight, "" for the weight."""
+    """Children whose weight the forward of a module, or a method with forward in its name, reads where it is not in
+    training. what: a pattern, of the weight, "" for the weight."""
     try:
-        bodies = [inspect.getsource(body) for name, body in vars(kind).items() if "forward" in name]
+        bodies = [textwrap.dedent(inspect.getsource(body)) for name, body in vars(kind).items() if "forward" in name]
     except (OSError, TypeError):  # no source: nothing is known
         return frozenset()
-    return frozenset(re.findall(rf"self\.(\w+)\.weight\b{what}", "".join(bodies)))
+    read = "".join(ast.unparse(_InInference().visit(ast.parse(body))) for body in bodies)
+    return frozenset(re.findall(rf"self\.(\w+)\.weight\b{what}", read))
+
+
+class _InInference(ast.NodeTransformer):
+    """Code without what runs in training alone, which packed weights have no part in."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        test = node.test
+        needed = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        if any(ast.unparse(one) == "self.training" for one in needed):
+            node.body = [ast.Pass()]
+        return node
 
 
 def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -26,6 +27,12 @@ def shards(model: nn.Module) -> list[str]:
 def is_shared(model: nn.Module) -> bool:
     """Whether tensor parallelism runs a model in several processes."""
     return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    """The processes that tensor parallelism runs a model in."""
+    mesh = model._device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
 def is_sharded(module: nn.Module) -> bool:

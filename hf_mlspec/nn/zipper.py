@@ -21,7 +21,7 @@ class ZipperLinear(PackedLinear):
         parameter        dtype     on disk, in state_dict()    in tiles, from the first forward on (ops/zipper.py)
         weight_planes    uint8     [K, out, in / 8]            the low part's, in tiles of int4 codes or bit-planes
         weight_scale     float16   [out, 1]                    the low part's, in the same tiles
-        weight_split     int32     [4]                         [4 + 2 out + 1 + terms]: behind it the high part
+        weight_split     int32     [4]                         behind these four the high part in cells
 
     With high_part "host" a layer on a GPU keeps the high part in the host's memory, where the CPU adds it
     (zipper_host.py). At (6, 16) bits, whatever K is, x meets both parts, at (4, 16) the low part alone. x is rounded
@@ -90,7 +90,7 @@ class ZipperLinear(PackedLinear):
         if self._host is None or not self.is_prepacked:
             return super()._on_disk(name)
         parts = self.parts(name)
-        whole = parts._replace(split=self._host.in_tiles().to(parts.split.device))
+        whole = parts._replace(split=self._host.in_tiles(parts.split.device))
         return self.packing.unprepack(*whole, self._rows)
 
     def hold_tiles_(self, tiles: Parts) -> None:

@@ -2,7 +2,7 @@
 
     caller's stream   x ──┬── low part ──────────────────────────────┬── low + high
     side stream           └── x to pinned memory     high back ──────┘
-    worker                             └── tables and terms ──┘
+    worker                             └── sums of outliers ──┘
 
 The caller goes on to the low part, then waits for the worker, not for the device: an error of the worker is an error
 of the call. A row's bits depend on that row alone: the CPU's kernel gives it the same sums among any others.
@@ -13,7 +13,9 @@ Source: ZipperQuant (low bits on the GPU, sparse high bits on the CPU, at the sa
 from __future__ import annotations
 
 import functools
+import math
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -22,47 +24,62 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..formats.zipper import GROUP, HEADER
-
-_COLUMN = 12  # where a term's number of its group begins (formats/zipper/sparse.py)
+from ..formats.zipper import BLOCK, HEADER
+from ..ops.zipper import dense_high, put_together, words_begin
 
 
 class HostRows(NamedTuple):
-    """The sparse rows of a weight in the host's memory: ``split`` in tiles (ops/zipper.py), whose terms number only
-    the groups of inputs that they add. columns: int64 ``[n]`` on the GPU, the inputs of these groups; None: all."""
+    """The high part of a weight in the host's memory: ``split`` in tiles of a CPU (ops/zipper.py), of the inputs that
+    it needs. columns: int64 ``[n]`` on the GPU, these inputs, a multiple of 32; None: all."""
 
     split: Tensor
     columns: Tensor | None
     out_features: int
+    in_features: int
+
+    @property
+    def width(self) -> int:
+        """How many inputs are read."""
+        return self.in_features if self.columns is None else len(self.columns)
 
     @property
     def is_empty(self) -> bool:
         """Whether no weight has a high part."""
-        return len(self.split) == HEADER + 2 * self.out_features + 1
+        return len(self.split) == words_begin(self.out_features, self.width)
 
-    def in_tiles(self) -> Tensor:
-        """``split`` as ``prepack_zipper`` made it, on the CPU."""
-        if self.columns is None:
-            return self.split
-        groups = (self.columns[::GROUP] // GROUP).cpu()
-        return self._renumbered(groups.to(torch.int32))
+    def in_tiles(self, device: torch.device) -> Tensor:
+        """``split`` as ``prepack_zipper`` makes it there."""
+        own = dense_high(self.split, self.out_features, self.width)
+        high = own
+        if self.columns is not None:
+            high = own.new_zeros(self.out_features, self.in_features)
+            high[:, self.columns.cpu()] = own
+        header, step = self.split[:HEADER], _steps(self.split, self.out_features)
+        return put_together(*(part.to(device) for part in (header, step, high)))
 
-    def _renumbered(self, numbers: Tensor) -> Tensor:
-        first = HEADER + 2 * self.out_features + 1
-        head, terms = self.split[:first], self.split[first:]
-        return torch.cat([head, terms & (1 << _COLUMN) - 1 | numbers[(terms >> _COLUMN).long()] << _COLUMN])
+
+def _steps(split: Tensor, out_features: int) -> Tensor:
+    return split[HEADER + 1 : HEADER + 1 + out_features].view(torch.float32)
 
 
 def to_host(split: Tensor, out_features: int, in_features: int) -> HostRows:
     """``split`` of ``prepack_zipper`` on a GPU -> its rows in the host's memory."""
-    rows = HostRows(split.cpu(), None, out_features)
-    groups = (rows.split[HEADER + 2 * out_features + 1 :] >> _COLUMN).unique()
-    if len(groups) * GROUP == in_features or rows.is_empty:
-        return rows
-    numbers = torch.zeros(in_features // GROUP, dtype=torch.int32)
-    numbers[groups.long()] = torch.arange(len(groups), dtype=torch.int32)
-    columns = (groups.long()[:, None] * GROUP + torch.arange(GROUP)).flatten()
-    return HostRows(rows._renumbered(numbers), columns.to(split.device), out_features)
+    high = dense_high(split, out_features, in_features)
+    header, step, is_needed = split[:HEADER], _steps(split, out_features), high.any(0)
+    count = -(-int(is_needed.sum()) // BLOCK) * BLOCK
+    if count in (0, in_features):
+        return HostRows(put_together(header, step, high, for_cpu=True).cpu(), None, out_features, in_features)
+    columns = (~is_needed).to(torch.int8).argsort(stable=True)[:count].sort().values  # those needed, and some more
+    own = put_together(header, step, high[:, columns], for_cpu=True)
+    return HostRows(own.cpu(), columns, out_features, in_features)
+
+
+class _Room:
+    """Pinned memory of one call at a time: what the worker reads, what it writes, and the end of the copy of that."""
+
+    def __init__(self) -> None:
+        self.seen = self.sums = torch.empty(0, dtype=torch.uint8)
+        self.done: torch.cuda.Event | None = None
 
 
 class HostWorker:
@@ -72,6 +89,7 @@ class HostWorker:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.is_pinned = True
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_mlspec-zipper")
+        self._rooms: deque[_Room] = deque()  # which no call uses
 
     def begin(self, x: Tensor, weights: Sequence[HostRows]) -> Future:
         """Let the worker multiply bfloat16 x ``[n, in]`` with the high parts of weights that lie one behind the other.
@@ -81,14 +99,15 @@ class HostWorker:
         columns = weights[0].columns if len(weights) == 1 else None
         ready, copied = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
+        room = self._rooms.pop() if self._rooms else _Room()
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             self.stream.wait_event(ready)
             needed = x if columns is None else x.index_select(1, columns.to(x.device))
             x.record_stream(self.stream)
-            seen = self._memory(needed.shape, needed.dtype)
+            room.seen, seen = self._memory(room.seen, needed.shape, needed.dtype)
             seen.copy_(needed, non_blocking=True)
             copied.record(self.stream)
-        return self._pool.submit(self._work, seen, copied, weights, torch.get_num_threads())
+        return self._pool.submit(self._work, room, seen, copied, weights, torch.get_num_threads())
 
     def finish(self, pending: Future) -> Tensor:
         """What the worker added: float32 ``[n, outputs of all]`` on the GPU, in the order of the current stream.
@@ -101,28 +120,40 @@ class HostWorker:
 
     @torch.no_grad()
     def _work(
-        self, seen: Tensor, copied: torch.cuda.Event, weights: Sequence[HostRows], threads: int
+        self, room: _Room, seen: Tensor, copied: torch.cuda.Event, weights: Sequence[HostRows], threads: int
     ) -> tuple[Tensor, torch.cuda.Event]:
         if torch.get_num_threads() != threads:  # each thread of a process has its own number
             torch.set_num_threads(threads)
         copied.synchronize()
         sums = high_sums(seen, weights)
-        own = self._memory(sums.shape, sums.dtype).copy_(sums)
+        if room.done is not None:
+            room.done.synchronize()  # the copy of the call before, from the same memory
+        room.sums, own = self._memory(room.sums, sums.shape, sums.dtype)
+        own.copy_(sums)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             high, done = own.to(self.device, non_blocking=True), torch.cuda.Event()
             done.record(self.stream)
+        room.done = done
+        self._rooms.append(room)  # that of a call that failed goes with its error
         return high, done
 
-    def _memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _memory(self, held: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What is held, or more where that is too little; and so much of it as has this shape."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if len(held) < nbytes:
+            held = self._allocated(nbytes)
+        return held, held[:nbytes].view(dtype).view(*shape)
+
+    def _allocated(self, nbytes: int) -> Tensor:
         """Pinned where the system gives some: else each copy is made by the CPU, which is slow and right."""
         if self.is_pinned:
             try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
                 self.is_pinned = False
                 slow = "copies go through pages of the system, slowly"
                 warnings.warn(f"zipper: no pinned memory on the host ({error}); {slow}", RuntimeWarning, stacklevel=2)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def high_sums(x: Tensor, weights: Sequence[HostRows]) -> Tensor:

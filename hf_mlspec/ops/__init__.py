@@ -30,6 +30,7 @@ from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
+from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .rows import (
     activated,
@@ -37,6 +38,7 @@ from .rows import (
     gated,
     gated_in_order,
     gated_pairs,
+    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -61,9 +63,13 @@ __all__ = [
     "UnreadableLibrary",
     "activated",
     "bf16_linear",
+    "bitplane_chosen",
     "bitplane_linear",
     "bitplane_sums",
+    "choose_of_prompt",
+    "choose_of_steps",
     "choose_rows",
+    "chooses_on_device",
     "delta_rows",
     "dense_expert_rows",
     "embed_rows",
@@ -80,6 +86,7 @@ __all__ = [
     "int4_sums",
     "kernel_table",
     "library_hash",
+    "low_rank_added",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",

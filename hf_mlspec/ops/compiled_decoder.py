@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +13,6 @@ from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
-
-# mlspec::PlaneReader
-PlanesBegin = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64, ctypes.c_int64)
-PlanesEnd = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-ChooseWidth = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)  # mlspec::ChooseWidth
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -230,29 +223,6 @@ def compiled_decoder(
     table = embedding.draft, embedding.exponents, embedding.low, embedding.escape_rows, embedding.escape_weight
     decoder.set_nested_embedding(*table)
     return decoder
-
-
-def set_plane_reader(decoder, begin: PlanesBegin, end: PlanesEnd) -> None:
-    """Who brings the planes of streamed weights, before these are set. begin(key, planes): whether the first planes of
-    a weight are in their place, until end(key). Both are called by the thread that calls the decoder; neither may
-    raise. They have to live as long as the decoder."""
-    decoder.set_plane_reader(*(ctypes.cast(one, ctypes.c_void_p).value for one in (begin, end)))
-
-
-def width_chooser(choose: Callable[[int, Tensor], int], hidden: int) -> ChooseWidth:
-    """What `choose_widths` of a decoder is to call, of ``hidden`` features. choose(block, inputs float32 ``[tokens,
-    hidden]``): planes of the block, or -1 where none can be picked; it may not raise."""
-
-    def chosen(block: int, address: int, tokens: int) -> int:
-        numbers = (ctypes.c_float * (tokens * hidden)).from_address(address)
-        return choose(block, torch.frombuffer(numbers, dtype=torch.float32).view(tokens, hidden))
-
-    return ChooseWidth(chosen)
-
-
-def address_of(callback: ChooseWidth) -> int:
-    """Where compiled code calls it; it has to live as long as the call."""
-    return ctypes.cast(callback, ctypes.c_void_p).value
 
 
 def set_linear(decoder, name: str, weight: Weight) -> None:

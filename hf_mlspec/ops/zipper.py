@@ -3,8 +3,9 @@
     on disk    planes [K, out, in / 8], scale [out, 1], split [4]                    (formats/zipper/weight.py)
     in tiles   planes, scale of the low part, with the row's scale in every group: of 4 bits as int4 weights are
                (int4.py), in groups of the inputs that share a scale as integers; else as bit-planes are (planes/);
-               split int32 [4 + out + out + 1 + n]: the four integers, a step of the high part for each row (the bits
-               of float32), starts and terms of its sparse rows (formats/zipper/sparse.py)
+               split int32 [n]: the four integers, 1 where the cells are wide, a step of the high part for each row
+               (the bits of float32), the starts of its cells, and at a multiple of 16 their words
+               (formats/zipper/sparse.py): packed where a kernel of a GPU reads them, else in slots
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..formats import zipper
 from ..formats.packing import pack_nibbles, unpack_nibbles
 from ..formats.planes import GROUP_SIZES, pack_planes, unpack_planes
-from ..formats.zipper import HEADER, MODES, SparseRows, Split, ZipperParts
+from ..formats.zipper import HEADER, MODES, SparseCells, Split, Values, ZipperParts, cells_of
 from .cuda_library import serves
 from .int4 import int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .operator import REFERENCES, Operands, operator
@@ -26,30 +27,61 @@ from .products import bias_of, finish, in_slices, integer_product, rounded
 from .tiles import TILE_BYTES
 
 MOST_JOINED = 3  # weights that a kernel of a GPU reads at once: queries, keys, values
-_ROWS = 64  # of x, whose terms are gathered together
+_ROWS = 64  # of x, whose products are gathered together
+_LINE = 16  # integers of a cache line, where words begin
 
 
-class HighRows(NamedTuple):
-    """``split`` of a weight in tiles, taken apart. step float32 ``[out]``, starts int32 ``[out + 1]``, terms int32."""
+class HighCells(NamedTuple):
+    """``split`` of a weight in tiles, taken apart. step float32 ``[out]``."""
 
     step: Tensor
-    starts: Tensor
-    terms: Tensor
+    cells: SparseCells
 
 
-def _taken_apart(high: Tensor, out_features: int) -> HighRows:
-    first = HEADER + out_features
-    rows = high[first : first + out_features + 1], high[first + out_features + 1 :]
-    return HighRows(high[HEADER:first].view(torch.float32), *rows)
+def words_begin(out_features: int, in_features: int) -> int:
+    """Where in ``split`` the words of the cells begin."""
+    down, across = cells_of(out_features, in_features)
+    return -(-(HEADER + 2 + out_features + down * across) // _LINE) * _LINE
+
+
+def _taken_apart(split: Tensor, out_features: int, in_features: int) -> HighCells:
+    down, across = cells_of(out_features, in_features)
+    first = HEADER + 1 + out_features
+    starts, words = split[first : first + down * across + 1], split[words_begin(out_features, in_features) :]
+    step = split[HEADER + 1 : first].view(torch.float32)
+    return HighCells(step, SparseCells(starts, words, bool(split[HEADER])))
+
+
+def put_together(header: Tensor, step: Tensor, high: Tensor, *, for_cpu: bool = False) -> Tensor:
+    """``split`` as it stands in tiles (above), of int32 ``[4]``, float32 ``[out]`` and int8 ``[out, in]``; for_cpu: as
+    tiles of a CPU have it, wherever it is made."""
+    cells = zipper.to_packed(high) if serves(high) and not for_cpu else zipper.to_slots(high)
+    begin = words_begin(*high.shape)
+    split = torch.zeros(begin + len(cells.words), dtype=torch.int32, device=high.device)
+    split[:HEADER], split[HEADER], first = header[:HEADER], int(cells.is_wide), HEADER + 1 + len(high)
+    split[HEADER + 1 : first] = step.float().view(torch.int32)
+    split[first : first + len(cells.starts)] = cells.starts
+    split[begin:] = cells.words
+    return split
+
+
+def values_of(split: Tensor, out_features: int, in_features: int) -> Values:
+    """What ``put_together`` was given that is not 0."""
+    cells = _taken_apart(split, out_features, in_features).cells
+    return (zipper.of_packed if serves(split) else zipper.of_slots)(cells, out_features, in_features)
+
+
+def dense_high(split: Tensor, out_features: int, in_features: int) -> Tensor:
+    """int8 ``[out, in]``: what ``put_together`` was given."""
+    return zipper.to_dense(values_of(split, out_features, in_features), out_features, in_features)
 
 
 def _check_rows(given: Operands) -> int:
     """How many outputs."""
     given.require_float("x")
-    if given.x.ndim == 0 or given.x.shape[-1] % zipper.GROUP:
-        raise ValueError(
-            f"{given.op}: x has shape {list(given.x.shape)}, tables are made of groups of {zipper.GROUP} inputs"
-        )
+    if given.x.ndim == 0 or given.x.shape[-1] % zipper.BLOCK:
+        shape = list(given.x.shape)
+        raise ValueError(f"{given.op}: x has shape {shape}, a high part has multiples of {zipper.BLOCK} inputs")
     given.require_dtype("low", torch.float32)
     given.require_contiguous("low")
     out = given.low.shape[-1] if given.low.ndim else 0
@@ -63,10 +95,10 @@ def _check_rows(given: Operands) -> int:
 
 
 def _require_high(given: Operands, out: int, length: int) -> None:
-    if given.high.ndim != 1 or length < HEADER + 2 * out + 1:
+    least = words_begin(out, given.x.shape[-1])
+    if given.high.ndim != 1 or length < least:
         raise ValueError(
-            f"{given.op}: high has shape {list(given.high.shape)}, expected [{HEADER} + 2 * {out} + 1 + terms] from "
-            "prepack_zipper"
+            f"{given.op}: high has shape {list(given.high.shape)}, expected [{least} + words] from prepack_zipper"
         )
 
 
@@ -78,22 +110,23 @@ def _check(given: Operands) -> None:
 @operator(_check, lambda given: given.x.new_empty(given.low.shape))
 def _zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None) -> Tensor:
     out_features, in_features = low.shape[-1], x.shape[-1]
-    found = _taken_apart(high, out_features)
-    ends = found.starts.tolist()
+    values, step = values_of(high, out_features, in_features), _taken_apart(high, out_features, in_features).step
     some = zip(x.reshape(-1, in_features).split(_ROWS), low.reshape(-1, out_features).split(_ROWS), strict=True)
-    parts = [_high_of_rows(rows, own, found, ends, bias) for rows, own in some]
+    parts = [_high_of_rows(rows, own, values, step, bias) for rows, own in some]
     return torch.cat(parts).reshape(low.shape) if parts else x.new_empty(low.shape)
 
 
-def _high_of_rows(x: Tensor, low: Tensor, found: HighRows, ends: list[int], bias: Tensor | None) -> Tensor:
-    """``[rows, in]`` -> ``[rows, out]``: memory for the terms of a slice of outputs times these rows."""
-    tables = zipper.sums_of_groups(rounded(x)).T.contiguous()  # [places, rows]
+def _high_of_rows(x: Tensor, low: Tensor, values: Values, step: Tensor, bias: Tensor | None) -> Tensor:
+    """``[rows, in]`` -> ``[rows, out]``: memory for the values of a slice of outputs times these rows."""
+    columns = rounded(x).T.contiguous()  # [in, rows]
 
     def part(rows: slice) -> Tensor:
-        terms = found.terms[ends[rows.start] : ends[rows.stop]]
-        lengths = (found.starts[rows.start + 1 : rows.stop + 1] - found.starts[rows.start : rows.stop]).long()
-        values = tables[zipper.places(terms)] * zipper.coefficients(terms).unsqueeze(1)
-        sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, initial=0.0).T * found.step[rows]
+        edges = torch.tensor([rows.start, rows.stop], device=x.device)
+        first, last = torch.searchsorted(values.outputs, edges).tolist()
+        outputs, inputs, own = (each[first:last] for each in values)
+        lengths = torch.bincount(outputs - rows.start, minlength=rows.stop - rows.start)
+        products = columns[inputs] * own.to(columns.dtype).unsqueeze(1)
+        sums = torch.segment_reduce(products, "sum", lengths=lengths, axis=0, initial=0.0).T * step[rows]
         return finish(low[:, rows] + sums, bias_of(bias, rows), x.dtype)
 
     return in_slices(part, low.shape[-1], x.shape[-1])
@@ -103,8 +136,8 @@ def zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None
     """float32 ``low [..., out]``, what the low part gave, plus float x ``[..., in]`` times the sparse high part of a
     weight from ``prepack_zipper`` -> ``[..., out]`` in x.dtype.
 
-    x is rounded to bfloat16. Sums of the columns of every group are made once, float32; a row adds those of its terms
-    in an order that is the row's own (ZipperQuant).
+    x is rounded to bfloat16. Values of the high part are integers, so that products are exact; an output adds them in
+    float32 in an order that is its own (ZipperQuant).
     """
     return _zipper_high_linear(x, low, high, bias)
 
@@ -216,14 +249,12 @@ def high_part(planes: Tensor, scale: Tensor, split: Tensor) -> Tensor:
     """``split`` as it stands in tiles (above), of a weight on disk."""
     how = split_of(split)
     _, high = zipper.split(zipper.to_codes(planes), how)
-    rows = zipper.to_sparse(high)
-    step = (scale.float() * how.high_unit).flatten().view(torch.int32)
-    return torch.cat([split, step, rows.starts, rows.terms])
+    return put_together(split, (scale.float() * how.high_unit).flatten(), high)
 
 
 def unprepack_zipper(planes: Tensor, scale: Tensor, split: Tensor, out_features: int) -> ZipperParts:
     """The inverse of ``prepack_zipper``, bit for bit."""
-    how, found = split_of(split), _taken_apart(split, out_features)
+    how = split_of(split)
     if how.low_is_int4:
         packed, low_scale, _ = unprepack_int4(planes, scale, None, out_features)
         codes = unpack_nibbles(packed)
@@ -231,8 +262,7 @@ def unprepack_zipper(planes: Tensor, scale: Tensor, split: Tensor, out_features:
         low_planes, low_scale = unprepack_planes(planes, scale, out_features)
         codes = unpack_planes(low_planes)
     low = (codes.to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
-    high = zipper.to_dense(SparseRows(found.starts, found.terms), low.shape[1])
-    codes = zipper.join(low, high, how)
+    codes = zipper.join(low, dense_high(split, *low.shape), how)
     own = (low_scale[:, :1].float() / how.low_unit).half()
     return ZipperParts(zipper.to_planes(codes, how.bits), own, split[:HEADER].clone())
 

@@ -1,8 +1,8 @@
 """How does a model step whose rows read as many planes as their prompts were given? Here module by module.
 
 The pass that reads a row's prompt chooses its widths on the way, block by block; every later pass of the row reads
-those. A row whose widths are not known yet reads its prompt, also where a cache already holds it. Which engine a
-routed model gets is decided here, too.
+those, or chooses for each of its tokens. A row whose widths are not known yet reads its prompt, also where a cache
+already holds it. Which engine a routed model gets is decided here, too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from . import compiled_engine, cpu_engine
 from .blocks import blocks_of
 from .compiled_engine import RoutedCudaEngine
 from .cpu_engine import RoutedCpuEngine
-from .passes import Routed
-from .router import Router
-from .row_widths import RowWidths
+from .passes import Routed, Steps
+from .router import STEP, Router
+from .row_widths import Query, RowWidths
 
 WHY_BY_MODULE = "no compiled decoder was asked for"
 NO_DECODER = "no compiled decoder serves it"
@@ -39,7 +39,7 @@ class RoutedEngine(RowWidths, ModuleEngine):
     def __init__(self, model: nn.Module, router: Router, **options: Any):
         super().__init__(model, **options)
         self.router, self.blocks, self.planes = router, blocks_of(model), precision_switch(model)
-        self.chosen = []
+        self.chosen, self.queries = [], []
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """As `Engine.feed`; rows without widths are read from their first token on."""
@@ -56,11 +56,23 @@ class RoutedEngine(RowWidths, ModuleEngine):
         lengths = [place + 1 if begins else 0 for place, begins in zip(first, fresh, strict=True)]
         widest = [self.router.widths[-1]] * len(self.blocks)  # of inactive rows, whose logits are meaningless
         known = [list(line) for line in zip(*[own or widest for own in self.chosen], strict=True)]
-        with Routed(self.router, self.blocks, lengths, known).over(self.model, self.planes) as routed:
+        steps = self._steps(lengths, counts) if self.router.every == STEP else None
+        with Routed(self.router, self.blocks, lengths, known, steps).over(self.model, self.planes) as routed:
             logits = super().step(tokens, counts, first, kept)
-        for row in routed.fresh:
+        for place, row in enumerate(routed.fresh):
             self.chosen[row] = [line[row] for line in routed.widths]
+            if steps is not None:
+                self.queries[row] = Query(lengths[row], [own[place] for own in routed.features.values()])
         return logits
+
+    def _steps(self, lengths: list[int], counts: list[int]) -> Steps:
+        """Tokens behind the queries, of rows whose query is here (lengths) and of all others."""
+        spans = [
+            (length or max(0, query.tokens - have), count) if count else (0, 0)
+            for length, query, have, count in zip(lengths, self.queries, self.lengths, counts, strict=True)
+        ]
+        return Steps(spans, [None if length or query is None else query.means
+                             for length, query in zip(lengths, self.queries, strict=True)])  # fmt: skip
 
 
 def routed_engine(

@@ -2,6 +2,10 @@
 
 QAQ, Eq. 2: h_j is the hidden state that block j gets in the very pass that is to be routed. No second prefill is
 needed, and a block's choice knows what the widths before it did.
+
+A step behind the query sees that mean moved towards the token's own input. A mean over all tokens so far would hardly
+move behind a long query, and would have to be taken back with every rejected draft; this one follows from the query
+and the token alone, so that a check of many tokens sees what steps of one saw.
 """
 
 from __future__ import annotations
@@ -16,7 +20,19 @@ def pooled(hidden: Tensor, lengths: list[int], block: str) -> Tensor:
 
     FloatingPointError naming the block where a mean is NaN or infinite.
     """
-    found = torch.stack([row[:length].float().mean(0) for row, length in zip(hidden, lengths, strict=True)])
+    return require_finite(
+        torch.stack([row[:length].float().mean(0) for row, length in zip(hidden, lengths, strict=True)]), block
+    )
+
+
+def moved(mean: Tensor, own: Tensor, share: float, block: str) -> Tensor:
+    """float32 ``[features]`` of a query and inputs of tokens behind it ``[tokens, features]`` -> float32 ``[tokens,
+    features]``: the mean, moved by ``share`` towards each. Errors as `pooled`."""
+    return require_finite(torch.lerp(mean.expand(own.shape), own.float(), share), block)
+
+
+def require_finite(found: Tensor, block: str) -> Tensor:
+    """``found``; FloatingPointError naming the block where a row of it is NaN or infinite."""
     if not bool(torch.isfinite(found).all()):
         row = int((~torch.isfinite(found)).any(1).nonzero()[0])
         raise FloatingPointError(

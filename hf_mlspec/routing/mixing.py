@@ -1,7 +1,8 @@
 """How does a loss reach the choice of a width? Every weight is the mean of its prefixes, weighted by the softmax.
 
 W(q) = sum_b p_b(q) W^(b), of QAQ, section 3. The prefixes are dequantized for one layer at a time, forward and again
-backward; nothing of the size of the dense model is kept.
+backward; nothing of the size of the dense model is kept. Where every step chooses, each token has a mixture of its
+own: the outputs of all prefixes are weighted.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from ..nn.planes import PlanesLinear
 from ..nn.transforms import NONE
 from .blocks import Block
-from .features import pooled
+from .features import moved, pooled
 from .passes import in_blocks
-from .router import Router
+from .router import STEP, Router
 
 KEPT_BYTES = 1 << 30  # prefixes of models up to this stay dequantized
 
@@ -64,7 +65,8 @@ def _mean(prefixes: Tensor, p: Tensor) -> Tensor:
 
 
 class Mixture:
-    """One pass of a batch, softly routed: every block's probabilities ``[rows, widths]`` afterwards."""
+    """One pass of a batch, softly routed: every block's probabilities ``[rows, widths]`` afterwards, or ``[rows,
+    tokens, widths]`` where every step chooses."""
 
     def __init__(self, router: Router, blocks: Sequence[Block], prefixes: Prefixes):
         self.router, self.blocks, self.prefixes = router, list(blocks), prefixes
@@ -77,22 +79,39 @@ class Mixture:
 
         def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
             if place not in self.probabilities:
-                features = pooled(x.detach(), lengths, self.blocks[place].name)
+                features = self.features(place, x, lengths)
                 self.probabilities[place] = self.router.probabilities(place, features)
             return self.product(place, linear, x)
 
         with in_blocks(model, self.blocks, product):
             yield self
 
+    def features(self, place: int, x: Tensor, lengths: list[int]) -> Tensor:
+        """What the router sees of ``[rows, tokens, features]``: of each row, or of each token, of a query's alike."""
+        x, name = x.detach(), self.blocks[place].name
+        means = pooled(x, lengths, name)
+        if self.router.every != STEP:
+            return means
+        rows = [
+            torch.cat([mean.expand(length, -1), moved(mean, own[length:], self.router.step_share, name)])
+            for mean, own, length in zip(means, x, lengths, strict=True)
+        ]
+        return torch.stack(rows)
+
     def product(self, place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
         """``[rows, tokens, in]`` times the mixture of a layer of block ``place`` -> ``[rows, tokens, out]``."""
         if linear.transform is not NONE:
             x = linear.transform.apply(x, linear.transform_tensors())
-        y = _Mixed.apply(x.float(), self.probabilities[place], linear, self.prefixes)
+        p = self.probabilities[place]
+        if p.dim() == 2:
+            y = _Mixed.apply(x.float(), p, linear, self.prefixes)
+        else:
+            y = sum(p[..., at, None] * (x.float() @ own.T) for at, own in enumerate(self.prefixes.of(linear)))
         return (y if linear.bias is None else y + linear.bias).to(x.dtype)
 
     def bits(self) -> Tensor:
         """float32 ``[rows]``: expected bits of a weight."""
         widths = torch.tensor(self.router.widths, dtype=torch.float32, device=self.probabilities[0].device)
         total = sum(block.weights for block in self.blocks)
-        return sum((p @ widths) * (self.blocks[place].weights / total) for place, p in self.probabilities.items())
+        each = {place: p if p.dim() == 2 else p.mean(1) for place, p in self.probabilities.items()}
+        return sum((p @ widths) * (self.blocks[place].weights / total) for place, p in each.items())

@@ -288,6 +288,8 @@ class PlaneLoader:
 
     def _begin(self, layer: Layer) -> bool:
         """Start the fetch of what a layer lacks, ahead of its product; False where there is no memory for it."""
+        if not self._waiting:
+            self._next = self._before  # what follows is sought from the last product on
         try:
             self._waiting[layer.place] = self._start(layer.place, layer.kept, layer.lacks)
         except (MemoryError, RuntimeError) as error:

@@ -8,6 +8,7 @@ The widest score wins where tokens are generated; the softmax weighs prefixes of
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -26,7 +27,10 @@ from .foresight import LEAD, Foresight
 
 WIDTHS = (2, 3, 4, 6, 8)
 HIDDEN = 32
-KIND, VERSION = "mlspec_router", 1
+STEP_SHARE = 0.25  # how far a step's features are moved from those of the query to the token's own
+PROMPT, STEP = EVERY = ("prompt", "step")  # how often a router chooses
+KIND, VERSION = "mlspec_router", 2  # 1: without `every` and `step_share`, and at first without guesses of what comes
+_READ = (1, VERSION)
 
 
 class BlockRouter(nn.Module):
@@ -45,12 +49,20 @@ class BlockRouter(nn.Module):
         standard = (features - self.mean) / self.spread
         return self.outer(F.silu(self.inner(standard)))
 
+    @torch.no_grad()
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the first layer over features that are not standardized."""
+        inner = self.inner.weight / self.spread
+        return inner, self.inner.bias - inner @ self.mean
+
 
 class Router(nn.Module):
     """Of one model: a BlockRouter for each of its blocks.
 
     widths: the candidates, rising. temperature: of the softmax over them. names: of the blocks. identity, shapes: of
-    the model (blocks.py). average: bits of a weight on its training queries.
+    the model (blocks.py). average: bits of a weight on its training queries. every: "prompt", one choice for a prompt
+    and what follows, or "step", one more for every token behind it. step_share: of the token in what such a choice
+    sees (features.py).
     """
 
     def __init__(
@@ -61,6 +73,7 @@ class Router(nn.Module):
         blocks = list(blocks)
         self.widths = require_widths(widths, min(one.num_planes for b in blocks for one in b.linears.values()))
         self.temperature, self.hidden = float(temperature), hidden
+        self.every, self.step_share = PROMPT, STEP_SHARE
         self.names = [block.name for block in blocks]
         self.identity, self.shapes = identity_of(blocks), shapes_of(blocks)
         self.average = sum(self.widths) / len(self.widths)
@@ -78,7 +91,7 @@ class Router(nn.Module):
         width does not depend on its neighbours (invariant 3)."""
         one = self.of[place]
         scores = [one(row[None])[0] for row in features.float().to(one.mean.device)]
-        return [self.widths[int(own.argmax())] for own in scores]
+        return [self.widths[at] for at in torch.stack(scores).argmax(-1).tolist()] if scores else []
 
     @torch.no_grad()
     def foresee(self, place: int, features: Tensor) -> int | None:
@@ -88,6 +101,15 @@ class Router(nn.Module):
             return None
         scores = self.ahead[place](features.float().to(self.ahead[place].bias.device))
         return max(self.widths[int(own.argmax())] for own in scores)
+
+    def choosing(self, every: str | None) -> Router:
+        """Itself, or the same tensors choosing as often as ``every`` says; None: as it does. ValueError for another
+        word."""
+        if every is None or require_every(every) == self.every:
+            return self
+        other = copy.copy(self)
+        other.every = every
+        return other
 
     def look_ahead(self) -> None:
         """Have a `Foresight` for every block that has one LEAD before it, as yet without a guess."""
@@ -106,7 +128,7 @@ class Router(nn.Module):
         told = {
             "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
             "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
-            "ahead": len(self.ahead),
+            "ahead": len(self.ahead), "every": self.every, "step_share": self.step_share,
         }  # fmt: skip
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         with written_whole(path) as beside:
@@ -130,6 +152,7 @@ class Router(nn.Module):
             raise ValueError(f"{path} chooses among {list(saved)} planes, {asked} were asked for: train another")
         router = cls(blocks, saved, told["hidden"], told["temperature"])
         router.average = told["average"]
+        router.every, router.step_share = told.get("every", PROMPT), told.get("step_share", STEP_SHARE)
         if told.get("ahead"):  # files of before have none
             router.look_ahead()
         router._fill(str(path), load_file(path))
@@ -154,6 +177,13 @@ class Router(nn.Module):
         self.load_state_dict(tensors)
 
 
+def require_every(every: str, name: str = "every") -> str:
+    """``every``; ValueError for another word than those of EVERY."""
+    if every not in EVERY:
+        raise ValueError(f"{name} is {every!r}: a router chooses every {' or every '.join(map(repr, EVERY))}")
+    return every
+
+
 def require_widths(widths: Sequence[int], planes: int) -> tuple[int, ...]:
     """``widths``; ValueError where they do not rise, or are none that ``planes`` planes have."""
     fit = all(type(width) is int and 1 <= width <= planes for width in widths)
@@ -174,14 +204,19 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
     if KIND not in told:
         raise ValueError(f"{path} is no router: train one with `mlspec route train`")
     told = _said(path, told[KIND])
-    if told.get("version") != VERSION:
-        raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {VERSION}: upgrade")
+    if told.get("version") not in _READ:
+        known = " and ".join(map(str, _READ))
+        raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {known}: upgrade")
     missing = [name for name, kind in _TOLD.items() if name not in told or not isinstance(told[name], kind)]
     if missing:
         raise ValueError(f"{path}: its header says no {', '.join(missing)}: the router is damaged; train it again")
     if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] < math.inf:
         raise ValueError(f"{path}: its header says {told['hidden']} hidden units and a temperature of "
                          f"{told['temperature']}: the router is damaged; train it again")
+    every, share = told.get("every", PROMPT), told.get("step_share", STEP_SHARE)
+    if every not in EVERY or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"{path}: its header says a choice every {every!r}, with a share of {share!r} of the token: "
+                         "the router is damaged; train it again")  # fmt: skip
     require_shapes(str(path), told["shapes"], list(blocks))
     return told
 

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..engines.engine import Guess, Rows
 
 
+class Query(NamedTuple):
+    """A row's prompt, where steps behind it choose, too: its tokens; of every block the mean of its inputs, float32
+    ``[features]`` each."""
+
+    tokens: int
+    means: list[Tensor]
+
+
 class RowWidths:
     """In front of an engine's class: keeps the widths of its rows.
 
-    chosen: of every row the widths of its blocks, None before its prompt was read.
+    chosen: of every row the widths of its blocks, None before its prompt was read. queries: of rows whose
+    steps choose.
     """
 
     chosen: list[list[int] | None]
+    queries: list[Query | None]
 
     def start(self, batch: int, device: torch.device) -> None:
         super().start(batch, device)
-        self.chosen = [None] * batch
+        self.chosen, self.queries = [None] * batch, [None] * batch
 
     def select(self, keep: list[int]) -> None:
         super().select(keep)
-        self.chosen = [self.chosen[row] for row in keep]
+        self.chosen, self.queries = ([own[row] for row in keep] for own in (self.chosen, self.queries))
 
     def admit(self, count: int) -> None:
         super().admit(count)
-        self.chosen = self.chosen + [None] * count
+        self.chosen, self.queries = (own + [None] * count for own in (self.chosen, self.queries))
 
     def forget(self, row: int) -> None:
         super().forget(row)
-        self.chosen[row] = None
+        self.chosen[row] = self.queries[row] = None
 
 
 class ChoosingRows(RowWidths):

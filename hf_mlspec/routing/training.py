@@ -25,8 +25,8 @@ from ..checkpoints.whole_file import written_whole
 from .blocks import Block, average_bits, blocks_of
 from .foresight import LEAD, indices
 from .mixing import Mixture, Prefixes
-from .passes import Routed, recorded
-from .router import HIDDEN, WIDTHS, Router, require_widths
+from .passes import Routed, Steps, recorded
+from .router import HIDDEN, PROMPT, STEP, WIDTHS, Router, require_every, require_widths
 
 _PRICED_ROWS = 64  # training queries on which the price is found
 _PRICE_PASSES = 3
@@ -40,7 +40,8 @@ class RouterRecipe:
 
     target_bits: of a weight, on average over weights and queries. widths, hidden: of the router. steps, batch,
     learning_rate: of Adam. temperatures: of the softmax at the first and the last step. bit_cost: of the squared
-    distance to the target. query_tokens: the first tokens of a row, its query. seed: of weights and batches.
+    distance to the target. query_tokens: the first tokens of a row, its query. seed: of weights and batches. every:
+    "prompt": tokens behind the query read what the query chooses; "step": each chooses for itself, and steps will.
     """
 
     target_bits: float
@@ -53,10 +54,12 @@ class RouterRecipe:
     bit_cost: float = 0.3
     query_tokens: int = 64
     seed: int = 0
+    every: str = PROMPT
 
     def require(self, planes: int, samples: Tensor) -> None:
         """ValueError for a recipe that cannot be followed with so many planes and these samples ``[rows, tokens]``."""
         widths = require_widths(self.widths, planes)
+        require_every(self.every)
         if not widths[0] <= self.target_bits <= widths[-1]:
             raise ValueError(
                 f"target_bits is {self.target_bits}, the candidates are {list(widths)}: choose {widths[0]} to "
@@ -118,7 +121,7 @@ def train_router(
     blocks = blocks_of(model)
     recipe.require(min(one.num_planes for b in blocks for one in b.linears.values()), samples)
     torch.manual_seed(recipe.seed)
-    router = Router(blocks, recipe.widths, recipe.hidden).to(samples.device)
+    router = Router(blocks, recipe.widths, recipe.hidden).to(samples.device).choosing(recipe.every)
     with frozen(model), frozen(teacher):
         learner = _Learner(model, teacher, blocks, router, samples, recipe)
         done = learner.resume(checkpoint)
@@ -171,10 +174,10 @@ class _Learner:
         rows = self.samples[self._order(0)[:_PRICED_ROWS]]
         found: list[list[Tensor]] = [[] for _ in self.blocks]
         for part in rows.split(self.recipe.batch):
-            with recorded(self.model, self.blocks, self.lengths(part)) as features:
+            with recorded(self.model, self.blocks, self.lengths(part), self.mixture.features) as features:
                 self.model(input_ids=part, use_cache=False)
             for place, own in enumerate(found):
-                own.append(features[place])
+                own.append(features[place].flatten(0, -2))
         for own, of in zip(found, self.router.of, strict=True):
             features = torch.cat(own)
             of.mean.copy_(features.mean(0))
@@ -228,12 +231,20 @@ class _Learner:
         """Average bits of hard choices, and the scores of every block ``[rows, widths]`` behind them."""
         bits, found = [], [[] for _ in self.blocks]
         for part in rows.split(self.recipe.batch):
-            lengths = self.lengths(part)
-            with Routed(self.router, self.blocks, lengths).over(self.model) as routed:
+            lengths, steps = self.lengths(part), None
+            if self.recipe.every == STEP:
+                steps = Steps([(length, part.shape[1]) for length in lengths], [None] * len(part))
+            with Routed(self.router, self.blocks, lengths, steps=steps).over(self.model) as routed:
                 self.model(input_ids=part, use_cache=False)
-            bits += [average_bits(list(row), self.blocks) for row in zip(*routed.widths, strict=True)]
+            of_tokens = list(routed.of_tokens.values()) or [[[own] for own in widths] for widths in routed.widths]
+            for row in range(len(part)):
+                each = zip(*(own[row] for own in of_tokens), strict=True)
+                bits += [average_bits(list(widths), self.blocks) for widths in each]
             for place, (own, of) in enumerate(zip(found, self.router.of, strict=True)):
-                own.append(of(routed.features[place]))
+                features = routed.features[place]
+                if place in routed.step_features:
+                    features = torch.cat([features.repeat_interleave(lengths[0], 0), *routed.step_features[place]])
+                own.append(of(features))
         return sum(bits) / len(bits), [torch.cat(own) for own in found]
 
     def keep(self, checkpoint: str | os.PathLike, steps: list[Step]) -> None:

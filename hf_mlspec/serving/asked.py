@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..integration.processing import COLDEST
 from ..speculation.sampling import drawn_seed
 from .errors import invalid
 from .limits import Limits
@@ -29,7 +30,6 @@ _SHARED = {
     "logit_bias", "logprobs", "return_token_ids", "return_levels",
 }  # fmt: skip
 _MAX_STOPS, _MAX_TOP_LOGPROBS = 4, 20
-_COLDEST = 1e-6
 _LARGEST = sys.float_info.max  # JSON has larger integers
 
 
@@ -94,8 +94,8 @@ def _refuse_unknown(body: dict[str, Any], own: set[str]) -> None:
 def _sampling(body: dict[str, Any], samples: bool) -> dict[str, Any]:
     """Arguments of generate; a temperature or top_p samples, a temperature of 0 does not, else the model decides."""
     temperature = _number(body, "temperature", 0.0, 2.0)
-    if temperature is not None and 0.0 < temperature < _COLDEST:
-        raise invalid("temperature", f"temperature is {temperature}, it must be 0 or at least {_COLDEST}: logits "
+    if temperature is not None and 0.0 < temperature < COLDEST:
+        raise invalid("temperature", f"temperature is {temperature}, it must be 0 or at least {COLDEST}: logits "
                                      "divided by less are beyond numbers")
     top_p = _number(body, "top_p", 0.0, 1.0)
     top_k = _integer(body, "top_k", 0, 2**31 - 1)

@@ -41,6 +41,7 @@ _LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock t
 _KNOWN = 6.0  # observations of a position that say something
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
+_WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
 _LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 
 
@@ -59,6 +60,7 @@ class Controller:
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
     TRIAL = 1  # rounds of one of another plan
+    FIRST_TIMES = 2  # rounds of "off" before anything else, as costs may have been measured beside a load; 0: none
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
@@ -175,7 +177,8 @@ class Controller:
         self.rows.gain(accepted)
         for pair in self.memory.pairs.values():
             pair.idle += committed
-        took = self._took(choice, seconds if usual and not choice.switched else None)
+        whole = sum(limits) >= _WHOLE * sum(choice.limits)  # else rows end, and drafts are shorter than the plan's
+        took = self._took(choice, seconds if usual and whole and not choice.switched else None)
         choice.switched = False
         expected = choice.forecast
         self._lost = expected.lost(self._lost, committed, took)
@@ -217,7 +220,8 @@ class Controller:
         doubles = trial is None and not (best.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
         if trial is not None:
-            self._left = (self.TRIAL if trial.active else self.OFF_TRIAL) - 1
+            known = trial.active or self.memory.knows_off(len(self.rows.rows))
+            self._left = (self.TRIAL if trial.active else self.OFF_TRIAL if known else self.FIRST_TIMES) - 1
 
     def _rounds_for(self, seconds: float, plan: Plan) -> int:
         """Rounds beside which a choice that took so long is little."""
@@ -301,6 +305,8 @@ class Controller:
         """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
         no more than may be spent on finding out."""
         usual = search.usual(best, drafting)
+        if best.active and self._is_off_unknown(search):
+            return search.off
         if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
             return None
         hoped, least = search.hoped(), search.time(best, drafting) * (1.0 - self._margin)
@@ -310,6 +316,12 @@ class Controller:
         better.sort(key=lambda one: one[1])
         found = [plan for plan, _ in better] or [self._longer(best)]
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
+
+    def _is_off_unknown(self, search: Search) -> bool:
+        """Whether "off", with which plans are compared, is to be timed first: it never was for so many rows, and they
+        go on for longer than that takes."""
+        known = not self.by_clock or self.memory.knows_off(search.batch)
+        return not known and 0 < self.FIRST_TIMES < max(search.situation.rooms) / 2
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
         """Whether a trial of `plan`, reading and building included, costs what may be spent. usual: the best speed."""

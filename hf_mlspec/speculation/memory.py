@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .search import Choice
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_OFF_WEIGHT = 1.0  # of what costs say of "off", in timed rounds: all other plans are compared with it
+_PACE = 0.25  # of what is known of the machine's pace is told by the last round
 _MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
@@ -47,7 +49,8 @@ class Memory:
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
     two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
     active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
-    capturing rounds of trials.
+    capturing rounds of trials. pace: how many times as long as usual rounds of all plans take at the moment, as other
+    programs share the machine; ratios are without it, so that plans which ran at different times can be compared.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
@@ -55,13 +58,14 @@ class Memory:
     spare: float = 0.0
     credit: dict[tuple[int, ...], float] = field(default_factory=dict)
     capturing: float = 0.0
+    pace: float = 1.0
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
         copied = {key: replace(one) for key, one in ratios}
-        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing)
+        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing, self.pace)
 
     def to_dict(self) -> dict:
         """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
@@ -121,7 +125,10 @@ class Memory:
         key = _alike(plan.active, plan.most, batch)
         one = self.ratios.get(key) or Counted(_FACTOR_WINDOW)
         rounds = min(rounds, int(_FACTOR_WINDOW))
-        one.add(rounds, rounds * ratio)
+        if one.tried >= 1:
+            now = ratio * one.tried / one.kept
+            self.pace *= (now / self.pace) ** (1.0 - (1.0 - _PACE) ** rounds)
+        one.add(rounds, rounds * ratio / self.pace)
         self.ratios[key] = one  # filled before another thread can see it
 
     def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
@@ -147,8 +154,12 @@ class Memory:
         if not self.ratios:
             return 1.0
         everywhere, by_levels = self._sums(batch)
-        general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(((), 0, batch.bit_length()))
-        return general if own is None else own.mean(general, _FACTOR_WEIGHT)
+        general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(_alike((), 0, batch))
+        return general if own is None else own.mean(general, _OFF_WEIGHT)
+
+    def knows_off(self, batch: int) -> bool:
+        """Whether rounds of the target alone, of as many rows up to a factor of two, have been timed."""
+        return _alike((), 0, batch) in self.ratios
 
     def _sums(self, batch: int) -> tuple[float, dict[tuple[int, ...], float]]:
         """The mean ratio of all rounds of as many rows, or if there are none of all rounds, and that by levels."""

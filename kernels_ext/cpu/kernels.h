@@ -150,22 +150,24 @@ struct mlspec_hadamard {
 // `width` floats in place, a multiple of size * inner.
 typedef void (*mlspec_hadamard_fn)(const struct mlspec_hadamard* how, int64_t width, float* x);
 
-// The sparse high part of a weight in two (hf_mlspec/formats/zipper/sparse.py), over sums of groups of 4 inputs.
-enum { MLSPEC_ZIPPER_GROUP = 4, MLSPEC_ZIPPER_SUMS = 16, MLSPEC_ZIPPER_LANES = 8 };
+// The sparse high part of a weight in two: slots of cells (hf_mlspec/formats/zipper/sparse.py). A slice is 32 outputs.
+enum { MLSPEC_ZIPPER_OUTPUTS = 32, MLSPEC_ZIPPER_INPUTS = 64 };
 struct mlspec_zipper_args {
-  const float* tables;   // [16 patterns][groups][lanes]: sums of some of the 4 inputs of a group
-  int64_t groups;        // in / 4
-  int64_t lanes;         // 8: of eight rows of x; 1: of one
-  int64_t rows;          // of these lanes, 1 to lanes; the sums of the others are zeros
-  const int32_t* starts; // [out + 1]
-  const int32_t* terms;  // bits 0..7 pattern, 8..10 shift, 11 subtracted, 12..30 group
-  const float* step;     // [out]
-  float* y;              // [rows][y_stride]: y += step * sum
+  const uint16_t* x;      // bfloat16 [rows][x_stride]
+  int64_t x_stride, rows;
+  int64_t in_features;    // a multiple of 32
+  int64_t out_features;
+  const int32_t* starts;  // [slices * cells of a slice + 1], in slots
+  const int16_t* words;   // [slots][32]: bits 0..5 input of the cell, 8..15 value
+  const float* step;      // [out]
+  float* y;               // [rows][y_stride]: y += step * sum
   int64_t y_stride;
 };
-// Outputs [out_begin, out_end). Term j of an output goes to partial sum j mod 8; of eight these are added 4, 2 and 1 apart. Powers
-// of two multiply exactly: every instruction set, and either number of lanes, gives the same bits.
-typedef void (*mlspec_zipper_lut_fn)(const struct mlspec_zipper_args* args, int64_t out_begin, int64_t out_end);
+// Slices [slice_begin, slice_end). An output adds its values times inputs one by one, cell by cell and slot by slot. Products of
+// 8-bit values and bfloat16 are exact, and so is 0 times an input where there is no value: every instruction set, and any number of
+// rows, gives the same bits.
+typedef void (*mlspec_zipper_lut_fn)(const struct mlspec_zipper_args* args, int64_t slice_begin, int64_t slice_end);
+
 // 4-bit codes of other libraries (hf_mlspec/ops/words.py), moved into rows of their outputs: nibble i of word e of a row is input
 // 8 e + i, or in GPTQ's case with an order, input order[8 e + i].
 struct mlspec_words_args {

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refused_command import refusal
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mlspec.calibration import needed
+from hf_mlspec.calibration.finished import FinishedBlocks
+from hf_mlspec.calibration.matrices import read_rotations
 from hf_mlspec.calibration.pipeline import LayerReport
 from hf_mlspec.cli import main, picture
 from hf_mlspec.cli.calibrate import WORST
@@ -145,13 +148,71 @@ def test_a_disk_too_small_for_the_model_is_said_before_the_first_block(
     model.tie_weights()
     model.save_pretrained(tied)
     AutoTokenizer.from_pretrained(saved_model).save_pretrained(tied)
-    blocks = 2 * (2 * 96 * 96 + 2 * 48 * 96 + 3 * 96 * 192 + 2 * 96 * 4)
+    rotation = 0 if method == "gptq" else 7 * 3 * 4  # what each layer has in front
+    blocks = 2 * ((2 * 96 * 96 + 2 * 48 * 96 + 3 * 96 * 192) // 32 * (16 + 2) + 2 * 96 * 4 + rotation)
     whole = 2 * blocks + 258 * 96 * 4 + 96 * 4 + head
     monkeypatch.setattr(needed.shutil, "disk_usage", lambda place: SimpleNamespace(free=whole - 1))
     words = [*command(tied, text, tmp_path, *SIZES), "--method", method]
+    capsys.readouterr()  # bars of what was loaded here
     line = refusal(capsys, *words)
     assert f"finished blocks and the model need {whole} bytes, {whole - 1} are free: use another disk" in line
     assert not (tmp_path / "out.blocks").exists()
+    monkeypatch.setattr(needed.shutil, "disk_usage", lambda place: SimpleNamespace(free=whole))
+    assert main([str(word) for word in words]) == 0
+    written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert whole - blocks <= written < 1.1 * (whole - blocks)  # the rest are headers
+
+
+def test_too_little_memory_is_one_line(capsys, saved_model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(needed, "available", lambda device: 1000)
+    line = refusal(capsys, *command(saved_model, text, tmp_path, *SIZES))
+    assert "MiB beside the model, 0 are free on cpu: give fewer samples or tokens, use method rtn" in line
+    assert not (tmp_path / "out.blocks").exists()
+
+
+def test_memory_that_ends_half_way_leaves_what_is_done(capsys, saved_model, text, tmp_path, monkeypatch):
+    words = [str(word) for word in command(saved_model, text, tmp_path, *SIZES)]
+    assert main([*words[:2], str(tmp_path / "whole"), *words[3:]]) == 0
+    capsys.readouterr()
+    kept = FinishedBlocks.write
+    monkeypatch.setattr(FinishedBlocks, "write", lambda *block: kept(*block) or torch.empty(2**60))
+    line = refusal(capsys, *words)
+    folder = tmp_path / "out.blocks"
+    assert "no memory is left on cpu behind 0 of 2 blocks: free some and repeat the call" in line
+    assert f"behind the blocks in {str(folder)!r}" in line
+    made = []
+    monkeypatch.setattr(FinishedBlocks, "write", lambda self, at, *rest: made.append(at) or kept(self, at, *rest))
+    assert main(words) == 0
+    assert made == [1]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_rotation_is_learned_from_a_shell(capsys, saved_model, text, tmp_path):
+    file = tmp_path / "R.bin"
+    words = ["quantize", saved_model, tmp_path / "out", "--method", "quarot+gptq", "--group-size", "32",
+             "--calibration", text, *SIZES[:4], "--rotations", file, "--learn-rotation"]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    assert "to learn the rotation" in capsys.readouterr().out
+    before = file.read_bytes()
+    residual, heads = read_rotations(file)
+    assert (residual.shape, heads) == ((96, 96), None)
+    words[2] = tmp_path / "again"  # by the file that is there
+    assert main([str(word) for word in words]) == 0
+    assert "to learn the rotation" not in capsys.readouterr().out
+    assert file.read_bytes() == before
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (["--learn-rotation"], "--learn-rotation writes a file: name it with --rotations R.bin"),
+    (["--learn-rotation", "--rotations", "R.bin"], "rotations are of quarot and quarot+gptq, method 'gptq' has none"),
+    (["--device", "nowhere"], "device 'nowhere' cannot be used: Expected one of cpu, cuda")])
+def test_rotations_and_devices_that_cannot_be(capsys, saved_model, text, tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(capsys, *command(saved_model, text, tmp_path, *SIZES, *change))
+    assert not (tmp_path / "R.bin").exists()
 
 
 def test_a_run_that_failed_before_its_first_block_does_not_stand_in_the_way(capsys, saved_model, text, tmp_path):

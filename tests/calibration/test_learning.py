@@ -226,6 +226,6 @@ def test_gradients_are_needed(tmp_path, unlucky):
 
 
 def test_too_little_memory_is_said_before_the_first_step(tmp_path, monkeypatch, unlucky):
-    monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
+    monkeypatch.setattr(needed, "available", lambda device: 1000)
     with pytest.raises(MemoryError, match="give samples of fewer tokens, or free some"):
         hf_mlspec.learn_rotation(unlucky[0], tmp_path / "R.bin", calibration=[[5, 6, 7]])

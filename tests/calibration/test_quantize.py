@@ -243,7 +243,7 @@ def test_heads_alone_are_rotated_where_nothing_is_in_front_of_layers():
 def test_memory_for_a_rotation_is_asked_for_before_it(monkeypatch):
     model = model_of()
     before = model(IDS).logits
-    monkeypatch.setattr(needed, "_free_bytes", lambda device: needed.memory_to_rotate(model) - 1)
+    monkeypatch.setattr(needed, "available", lambda device: needed.memory_to_rotate(model) - 1)
     with pytest.raises(MemoryError, match="calibration needs"):
         quantize(model, "quarot")
     assert torch.equal(model(IDS).logits, before)
@@ -297,7 +297,7 @@ def test_nan_inputs_name_block_and_layer():
 
 
 def test_too_little_memory_is_said_before_the_first_block(monkeypatch):
-    monkeypatch.setattr(needed, "_free_bytes", lambda device: 1000)
+    monkeypatch.setattr(needed, "available", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"calibration needs .* MiB beside the model, 0 are free"):
         quantize(model_of())
 

@@ -10,9 +10,12 @@ from models import near, tiny
 
 import hf_mlspec
 from hf_mlspec import Request
+from hf_mlspec.engines.rows import new_kv
+from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.rounds.captured import CapturedRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.host import HostRounds
+from hf_mlspec.speculation.rounds.prompts import PromptGraphs, read
 from hf_mlspec.speculation.sampling import drawn_seed
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "dtype": torch.bfloat16, "seed": 2}
@@ -111,3 +114,26 @@ def test_a_level_that_fails_leaves_the_target_alone_in_captured_rounds(target, m
     assert left[0] == -1
     assert not any(captured[good + 1 :])
     assert "this level is broken" in hf_mlspec.last_stats(target).levels_error
+
+
+@pytest.mark.parametrize("lengths", [[9], [31, 30], [60, 4, 33, 64], [128]])
+def test_a_prompt_that_is_replayed_has_the_bits_of_one_that_is_read(target, lengths):
+    rng, options = random.Random(11), {"do_sample": False, "eos_token_id": None}
+    rows = [[rng.randrange(3, 64) for _ in range(n)] for n in lengths]
+    list(hf_mlspec.generate_stream(target, [Request(rows[0], max_new_tokens=2)], max_batch=8, **options))
+    level = state_of(target).chains[-1].levels[0]
+    graphs, places = PromptGraphs(level), list(range(1, 2 * len(rows), 2))
+    kept = level.kv
+    with torch.inference_mode():
+        shape = graphs.shape(rows, 0)
+        assert graphs.took(shape, 2.0, 1.0, 0.5) > 0
+        try:
+            for line in ([row[::-1] for row in rows], rows):  # the second is not what the graph was made with
+                found, expected = (new_kv(level.decoder, 8, 256) for _ in range(2))
+                assert graphs.replayed(shape, found, places, line)
+                level.kv = expected
+                read(level, places, line, [0] * len(line))
+                assert expected.any()
+                assert torch.equal(found, expected)
+        finally:
+            level.kv = kept

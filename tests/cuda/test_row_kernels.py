@@ -172,3 +172,40 @@ def test_norm_is_that_of_the_reference_for_a_nan():
     x[1, 5] = torch.nan
     y = ops.rms_norm(x, torch.ones(64, device=DEVICE), 1e-5)[0]
     assert torch.equal(y.isnan().cpu(), REFERENCES["rms_norm"](x.cpu(), torch.ones(64), 1e-5, None)[0].isnan())
+
+
+@pytest.mark.parametrize(("n", "inputs", "outputs", "ranks"), [
+    (1, 64, 96, [4]), (2, 4096, 700, [16, 0, 3]), (3, 200, 33, [1, 5]), (7, 1032, 300, [9]), (8, 64, 513, [2, 2]),
+    (41, 512, 260, [32, 7]), (300, 96, 40, [1]),
+])  # fmt: skip
+def test_low_rank_added(n, inputs, outputs, ranks):
+    """Each row for itself, whatever the others; linears without a pair, with smaller ones and of one rank."""
+    draw = torch.Generator(DEVICE).manual_seed(n)
+    y, x = seeded(n, outputs), seeded(n, inputs, seed=1)
+    down = torch.randn(sum(ranks), inputs, generator=draw, device=DEVICE) / inputs**0.5
+    up = torch.zeros(max(ranks), outputs, device=DEVICE)
+    first = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
+    at, each = 0, outputs // len(ranks)
+    for i, rank in enumerate(ranks):
+        mine = slice(i * each, outputs if i == len(ranks) - 1 else (i + 1) * each)
+        up[:rank, mine] = torch.randn(up[:rank, mine].shape, generator=draw, device=DEVICE)
+        first[mine], at = at, at + rank
+    poison((n, outputs))
+    found = ops.low_rank_added(y, x, down, up, first)
+    exact = REFERENCES["low_rank_added"](y.double().float().cpu(), x.float().cpu(), down.cpu(), up.cpu(), first.cpu())
+    close(found, exact, 2e-5)
+    for r in sorted({0, n // 2, n - 1}):
+        one = slice(r, r + 1)
+        assert torch.equal(ops.low_rank_added(y[one], x[one], down, up, first), found[one])
+    for r in range(0, n - n % 5, 5):
+        five = slice(r, r + 5)
+        assert torch.equal(ops.low_rank_added(y[five], x[five], down, up, first), found[five])
+    wild = first.clone()
+    wild[0], wild[-1] = -7, 1 << 30  # no such ranks: the nearest ones
+    near = REFERENCES["low_rank_added"](y.float().cpu(), x.float().cpu(), down.cpu(), up.cpu(), wild.cpu())
+    close(ops.low_rank_added(y, x, down, up, wild), near, 2e-5)
+    assert ops.low_rank_added(y[:0], x[:0], down, up, first).shape == (0, outputs)
+    with pytest.raises(ValueError, match="down has shape"):
+        ops.low_rank_added(y, x, down[:0], up, first)
+    with pytest.raises(TypeError, match=r"up is torch\.bfloat16"):
+        ops.low_rank_added(y, x, down, up.bfloat16(), first)

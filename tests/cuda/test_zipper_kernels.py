@@ -14,7 +14,7 @@ from hf_mlspec.ops.operator import REFERENCES
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 70)
-SHAPES = ((200, 1152), (7, 96), (130, 32), (1000, 4096), (64, 14336), (40, 131072))  # the last fits no shared memory
+SHAPES = ((200, 1152), (7, 96), (130, 32), (1000, 4096), (64, 14336), (40, 131072))  # the last: 2,048 cells a slice
 
 
 def case(out: int, size: int, **options):
@@ -61,6 +61,17 @@ def test_the_high_part_alone_is_what_plain_torch_adds(mode):
     low, bias = torch.randn(len(x), 300, device=DEVICE), torch.randn(300, device=DEVICE)
     y = ops.zipper_high_linear(x, low, tiles.split, bias)
     torch.testing.assert_close(y, REFERENCES["zipper_high_linear"](x, low, tiles.split, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"bits": 8, "low_bits": 2}, {"bits": 8, "low_bits": 6, "mode": "clamp"}])
+def test_values_beyond_five_bits_are_wide_words(options):
+    weight, tiles, x = case(300, 1024, **options)
+    assert int(tiles.split[4]) == 1
+    low = torch.randn(len(x), 300, device=DEVICE)
+    y = ops.zipper_high_linear(x, low, tiles.split)
+    torch.testing.assert_close(y, REFERENCES["zipper_high_linear"](x, low, tiles.split, None), rtol=1e-5, atol=1e-4)
+    again = ops.unprepack_zipper(*tiles, 300)
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(again, weight.parts, strict=True))
 
 
 @pytest.mark.parametrize(("mode", "bits"), [("exact", 16), ("paper", 16), ("paper", 8), ("paper", 4)])

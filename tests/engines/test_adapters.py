@@ -195,10 +195,39 @@ def test_adapters_of_another_kind_and_of_the_head_run_module_by_module():
     refuse(model, "its lm_head carries adapters")
 
 
-def test_gpus_run_them_module_by_module():
+def scores(decoder: CudaDecoder, row: list[int]) -> torch.Tensor:
+    """Logits of all tokens of a row, by the list of kernels of GPUs, here through the same ops on the CPU."""
+    ids, starts = torch.tensor([row], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    shape = decoder.num_layers, 2, 1, decoder.sizes.kv_heads, len(row), decoder.sizes.head_dim
+    kv = torch.zeros(shape, dtype=decoder.dtype)
+    return decoder.forward(ids, starts, torch.full((1,), len(row), dtype=torch.int32), kv)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_decoder_of_gpus_adds_them(kind):
+    model = tiny(kind, dtype=torch.float32)
+    (layer, *_) = add_lora(model, ("q_proj", "v_proj", "qkv_proj", "gate_proj", "down_proj"), rank=3)
+    layer.add("other", 2)
+    layer._active_adapter = ["default", "other"]
+    exact = copy.deepcopy(model).double()
+    decoder = CudaDecoder(model)
+    assert decoder.extra_bytes > 0
+    for row in IDS:
+        found, right = scores(decoder, row).double(), exact(torch.tensor([row])).logits[0]
+        if decoder.logit_softcap:
+            found = decoder.logit_softcap * torch.tanh(found / decoder.logit_softcap)
+        torch.testing.assert_close(found, right, atol=2e-4, rtol=2e-4)
+
+
+def test_the_decoder_of_gpus_refuses_what_it_would_leave_out():
     model = tiny("llama", dtype=torch.bfloat16)
-    add_lora(model)
-    with pytest.raises(UnknownArchitecture, match=r"carries adapters .*decoder of GPUs does not add"):
+    model.lm_head = Linear(model.lm_head, 3)
+    with pytest.raises(UnknownArchitecture, match="its lm_head carries adapters; those of attention and MLP alone"):
+        CudaDecoder(model)
+    model = tiny("llama", dtype=torch.bfloat16)
+    (layer, *_) = add_lora(model)
+    layer.lora_B["default"].bias = nn.Parameter(torch.ones(32))
+    with pytest.raises(UnknownArchitecture, match=r"adapter 'default' has a bias"):
         CudaDecoder(model)
 
 

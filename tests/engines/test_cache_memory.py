@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from instruction_sets import PACKAGE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_mlspec.engines import memory
 from hf_mlspec.engines.rows import DecoderCache, new_kv
@@ -215,3 +216,30 @@ def test_what_nobody_refers_to_any_more_is_free(monkeypatch):
     assert memory.require_free(5, 9, device, 0, "a cache") is None
     with pytest.raises(torch.OutOfMemoryError, match=r"a cache needs .* before its first token"):
         memory.require_free(5, 9, device, 0, "a cache")
+
+
+class CopiedAtOnce(TorchDispatchMode):
+    """How many elements each copy has."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].numel())
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slots", [1, 5000])
+def test_a_row_that_moves_wakes_no_threads(slots):
+    """torch gives 2**15 elements and more to its threads, which spin behind them on the cores of the next pass."""
+    cache = cache_of(3, 5000)
+    before = cache.kv.clone()
+    with CopiedAtOnce() as copies:
+        cache.select([0, 2], slots)
+    assert torch.equal(cache.kv[:, :, 1, :, :slots], before[:, :, 2, :, :slots])
+    assert torch.equal(cache.kv[:, :, 1, :, slots:], before[:, :, 1, :, slots:])
+    assert torch.equal(cache.kv[:, :, [0, 2]], before[:, :, [0, 2]])
+    assert 0 < max(copies.sizes) < 2**15
+    assert sum(copies.sizes) == LAYERS * 2 * HEADS * slots * DIM

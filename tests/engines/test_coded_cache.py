@@ -13,8 +13,9 @@ from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_read
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
+from hf_mlspec.engines.cuda.served import require_read
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.foreseen import why_not_decoded
 from hf_mlspec.engines.modules.attention import ragged_attention_on

@@ -18,7 +18,8 @@ from hf_mlspec.engines.built import capturing
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_bfloat16, require_served
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.served import require_bfloat16, require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.engines.rows import new_kv
 from hf_mlspec.nn.switch import precision_switch

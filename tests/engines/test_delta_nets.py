@@ -249,6 +249,8 @@ def test_packed_mamba_layers_compute_what_their_modules_do(name, weights):
     shape["hidden_size"] = 96
     model, row = random_model(name, torch.bfloat16, **shape), ids()[0]
     packed(model, weights)
+    places = [path for path, module in model.named_modules() if isinstance(module, PackedLinear)]
+    assert sum(path.endswith("out_proj") for path in places) == sum(path.endswith("in_proj") for path in places) > 0
     with torch.no_grad():
         stock = model(torch.tensor([row])).logits[0].float()
     found = engine_over(model).feed([row[:1]], Guess(torch.tensor([row[1:]]), [LENGTH - 1]))[0]

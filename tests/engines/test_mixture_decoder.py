@@ -19,7 +19,8 @@ from hf_mlspec.engines.built import standing
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
-from hf_mlspec.engines.cuda.decoder import CudaDecoder, require_served
+from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.engines.cuda.served import require_served
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.nested import NestedLinear

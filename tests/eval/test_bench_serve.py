@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from programs import program
@@ -17,9 +18,9 @@ def bench(from_the_root):
 
 
 def test_the_stream_and_the_server_write_the_same(bench, tmp_path):
-    out = tmp_path / "out.jsonl"
+    out, core = tmp_path / "out.jsonl", str(min(os.sched_getaffinity(0)))
     assert bench.main(["--quick", "--clients", "2", "--only", "stream", "--only", "mlspec serve",
-                       "--json", str(out)]) == 0  # fmt: skip
+                       "--http-cpus", core, "--json", str(out)]) == 0  # fmt: skip
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["contender"] for row in rows] == ["stream", "mlspec serve"]
     assert [row["texts_alike"] for row in rows] == [6, 6]
@@ -40,3 +41,9 @@ def test_limits_the_wrong_way_round(bench, capsys):
     with pytest.raises(SystemExit):
         bench.parse(["--shortest", "9", "--longest", "3"])
     assert "1 <= shortest <= longest" in capsys.readouterr().err
+
+
+def test_a_stream_is_no_server_to_soak(bench, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--soak", "3", "--only", "stream"])
+    assert "--soak asks servers, and 'stream' is none" in capsys.readouterr().err

@@ -53,31 +53,36 @@ def test_the_example_of_the_page():
     assert parts == {"exact": [[4, -3], [1, 0]], "paper": [[2, -2], [1, 0]], "clamp": [[15, -3], [5, 0]]}
 
 
-@pytest.mark.parametrize("group", [2, 3, 4, 8])
-@pytest.mark.parametrize("mode", MODES)
-def test_sparse_rows_are_the_high_part(mode, group):
-    codes = (torch.randint(-32, 32, (9, 48), generator=torch.Generator().manual_seed(1))).to(torch.int8)
-    codes[4] = 0
-    how = Split(mode=mode)
-    _, high = zipper.split(zipper.representable(codes, how), how)
-    rows = zipper.to_sparse(high, group)
-    assert rows.starts[4] == rows.starts[5]
-    assert torch.equal(zipper.to_dense(rows, 48, group), high)
-    x = torch.randint(-8, 9, (3, 48), generator=torch.Generator().manual_seed(2)).float()  # sums of integers are exact
-    values = zipper.sums_of_groups(x, group)[:, zipper.places(rows.terms, group)] * zipper.coefficients(rows.terms)
-    lengths = (rows.starts[1:] - rows.starts[:-1]).long()
-    sums = torch.segment_reduce(values.T.contiguous(), "sum", lengths=lengths, axis=0, initial=0.0)
-    assert torch.equal(sums.T, x @ high.float().T)
+@pytest.mark.parametrize("shape", [(9, 96), (70, 160), (32, 64)])
+@pytest.mark.parametrize("largest", [1, 16, 127])
+@pytest.mark.parametrize("layout", ["slots", "packed"])
+def test_sparse_cells_are_the_high_part(layout, largest, shape):
+    to, of = {"slots": (zipper.to_slots, zipper.of_slots), "packed": (zipper.to_packed, zipper.of_packed)}[layout]
+    draw = torch.Generator().manual_seed(largest)
+    high = torch.randint(1 - largest, largest + 1, shape, generator=draw).to(torch.int8)
+    high[torch.rand(shape, generator=draw) < 0.9] = 0
+    high[4] = 0
+    high[shape[0] - 1, :32] = largest  # a cell that is full in one output
+    cells = to(high)
+    found = of(cells, *shape)
+    assert torch.equal(zipper.to_dense(found, *shape), high)
+    assert bool((found.values != 0).all())
+    assert (found.outputs * shape[1] + found.inputs).diff().gt(0).all()
+    down, across = zipper.cells_of(*shape)
+    assert len(cells.starts) == down * across + 1
+    assert cells.is_wide == (layout == "packed" and largest == 127)
+    assert int(cells.starts[-1]) * (16 if layout == "slots" else 1) == len(cells.words)
+    none = to(torch.zeros_like(high))
+    assert len(none.words) == len(of(none, *shape).values) == 0
 
 
-def test_sparse_rows_refuse_what_they_cannot_hold():
-    high = torch.ones(2, 36, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"in_features is 36, no multiple of the group of 8 columns"):
-        zipper.to_sparse(high, 8)
-    with pytest.raises(ValueError, match=r"hold 2 to 8 columns, not 9"):
-        zipper.to_sparse(high, 9)
-    with pytest.raises(ValueError, match=r"a term names group 8 of 4"):
-        zipper.to_dense(zipper.to_sparse(high), 16)
+def test_sparse_cells_name_what_lies_beyond_the_weight():
+    high = torch.ones(33, 96, dtype=torch.int8)
+    for to, of in ((zipper.to_slots, zipper.of_slots), (zipper.to_packed, zipper.of_packed)):
+        with pytest.raises(ValueError, match="a value of the high part names input 95 of 80"):
+            of(to(high), 33, 80)
+        with pytest.raises(ValueError, match="a value of the high part names output 32 of 17"):
+            of(to(high[:, :64]), 17, 64)
 
 
 # What ZipperQuant's section 4 bounds, as it follows from the definitions: a code is at most half a step away (and one
@@ -158,6 +163,8 @@ def test_rows_without_a_scale_are_named(value):
 def test_widths_that_blocks_do_not_divide_are_named():
     with pytest.raises(ValueError, match=r"in_features is 40, zipper takes multiples of 32"):
         ZipperWeight.from_dense(torch.zeros(2, 40))
+    with pytest.raises(ValueError, match=r"in_features is 2097152, a high part has 1048576 inputs at most"):
+        zipper.require_inputs(32, 2**21)
     with pytest.raises(TypeError, match=r"zipper quantizes float32, bfloat16 or float16, not torch\.int8"):
         ZipperWeight.from_dense(torch.zeros(2, 64, dtype=torch.int8))
 

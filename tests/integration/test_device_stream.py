@@ -12,6 +12,7 @@ from models import near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec import Request
+from hf_mlspec.integration import capture
 from hf_mlspec.integration.stream import rounds as streamed
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -192,6 +193,7 @@ def test_without_memory_for_captured_rounds(target, draft, rounds, on_host, monk
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
 
     monkeypatch.setattr(*((RoundGraphs, "capture") if where == "first" else (CapturedChain, "grow")), full)
+    monkeypatch.setattr(capture, "_SHARE_OF_STREAM", 2**60)  # none of what is free
     requests = [Request([5] * 400, id="long", max_new_tokens=2), *asked()] if where == "first" else [
         *asked(), Request([5] * 400, id="long", max_new_tokens=2)]  # fmt: skip
     done = written(target, requests, [draft])
@@ -369,11 +371,15 @@ def test_modules_have_rounds_of_the_host(on_host):
     assert len(done) == len(PROMPTS)
 
 
-def test_a_stream_with_room_for_its_rows_makes_its_graphs_once(target, monkeypatch):
-    grown = []
-    grow = CapturedChain.grow
-    monkeypatch.setattr(CapturedChain, "grow", lambda self, *size: grown.append(size) or grow(self, *size))
+@pytest.fixture
+def grown(monkeypatch):
+    """Rows and slots that captured chains got later."""
+    seen, grow = [], CapturedChain.grow
+    monkeypatch.setattr(CapturedChain, "grow", lambda self, *size: seen.append(size) or grow(self, *size))
+    return seen
 
+
+def test_a_stream_with_room_for_its_rows_makes_its_graphs_once(target, grown):
     def source():
         for n in range(6):
             yield Request(PROMPTS[n], max_new_tokens=12)
@@ -382,4 +388,16 @@ def test_a_stream_with_room_for_its_rows_makes_its_graphs_once(target, monkeypat
     done = list(hf_mlspec.generate_stream(target, source(), max_batch=6, do_sample=False, eos_token_id=None))
     assert len(done) == 6
     assert not grown
+
+
+@pytest.mark.parametrize("share", [8, 2**60], ids=["memory is free", "none is"])
+@pytest.mark.parametrize("levels", [0, 1])
+def test_a_long_row_that_comes_later_finds_room(target, draft, grown, monkeypatch, share, levels):
+    """Where memory is free, as much as a row can have, rows that run do not wait for graphs that are made anew."""
+    monkeypatch.setattr(capture, "_SHARE_OF_STREAM", share)
+    requests = [*asked()[:3], Request([5] * 400, id="long", max_new_tokens=2)]
+    done = written(target, requests, [draft][:levels], max_batch=2)
+    assert len(done["long"].new_tokens) == 2
+    assert [done[n].new_tokens for n in range(3)] == [alone(target, n) for n in range(3)]
+    assert [size for _, size in grown] == ([] if share == 8 else [512])
 

@@ -150,6 +150,7 @@ BAD = {
     "short mask": ({"input_ids": IDS, "attention_mask": [1, 1]}, ValueError, r"attention_mask has shape \[1, 2\]"),
     "long mask": ({"input_ids": IDS, "attention_mask": [1] * 99}, ValueError, r"attention_mask has shape \[1, 99\]"),
     "temperature": ({"input_ids": IDS, "do_sample": True, "temperature": -1.0}, ValueError, "temperature"),
+    "cold": ({"input_ids": IDS, "do_sample": True, "temperature": 1e-300}, ValueError, "temperature is 1e-300.*1e-30"),
     "assistants": ({"input_ids": IDS, "assistant_models": ["ngram"]}, ValueError, "assistant_models"),
     "guidance": ({"input_ids": IDS, "guidance_scale": 2.0}, ValueError, "keeps state"),
     "config": ({"input_ids": IDS, "generation_config": 3}, TypeError, "int, not a GenerationConfig"),
@@ -178,6 +179,11 @@ def test_a_bad_request_fails_alone(what, levels):
     for request in good:
         expected = TARGET.generate(torch.tensor([request.input_ids]), **GREEDY)
         assert sequences[request.id] == expected[0].tolist()
+
+
+def test_the_least_temperature_takes_the_likeliest_tokens():
+    coldest = Request(IDS, do_sample=True, temperature=1e-30, seed=1)
+    assert one(coldest).sequence == generated()
 
 
 def test_a_streamer_ends_with_its_request_also_where_that_never_began(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_mlspec import direct_cast, nest, resident_bytes
-from hf_mlspec.nn.castable import require_dense
+from hf_mlspec.nn.castable import require_dense, unfit
 from hf_mlspec.nn.experts import PackedExperts
 from hf_mlspec.nn.linear import Mxfp4Linear
 from hf_mlspec.nn.packed import PackedModule
@@ -286,3 +286,30 @@ def test_other_actions_refuse_layers_with_adapters(tiny_model):
     model.set_submodule("model.layers.0.mlp.up_proj", adapter)
     with pytest.raises(ValueError, match=r"quantize: 1 layers carry adapters.*up_proj.*merge"):
         require_dense(model, "quantize")
+
+
+class Reads(nn.Module):
+    """Linears whose weights are read in training alone, in both, and behind training."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.read, self.otherwise, self.called = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        if self.training and x.ndim == 2:
+            return x @ self.trained.weight
+        if self.training or x.ndim == 3:
+            x = x @ self.read.weight
+        if self.training:
+            x = self.called(x)
+        else:
+            scale = self.otherwise.weight.mean()
+            x = x * scale
+        return self.called(self.trained(x))
+
+
+def test_weights_that_are_read_in_training_alone_are_cast():
+    model = nn.Module()
+    model.config, model.net = type("Config", (), {})(), Reads()
+    model._is_stateful = True
+    assert dict(unfit(model)) == {f"net.{name}": "Reads reads its weight itself" for name in ("read", "otherwise")}

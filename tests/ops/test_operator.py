@@ -48,6 +48,7 @@ SCHEMAS = [
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
+    "low_rank_added(Tensor y, Tensor x, Tensor down, Tensor up, Tensor first) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "

@@ -10,10 +10,10 @@ from zipper_operands import BAD_OPERANDS, bad_operands
 
 from hf_mlspec import ops
 from hf_mlspec.formats import zipper
-from hf_mlspec.formats.zipper import HEADER, MODES
+from hf_mlspec.formats.zipper import MODES
 from hf_mlspec.ops import library
 from hf_mlspec.ops.operator import REFERENCES
-from hf_mlspec.ops.zipper import zipper_fit_device
+from hf_mlspec.ops.zipper import dense_high, words_begin, zipper_fit_device
 
 needs_kernel = pytest.mark.skipif(
     library.kernel_of("zipper_high_linear", "cpu") == "reference", reason="the compiled library is not built"
@@ -75,8 +75,10 @@ def test_tiles_lose_nothing(mode, out, size):
     again = ops.unprepack_zipper(*tiles, out)
     assert all(torch.equal(own, other) for own, other in zip(again, weight.parts, strict=True))
     high = zipper.split(weight.codes(), weight.how)[1]
-    rows = zipper.to_sparse(high)
-    assert len(tiles.split) == HEADER + 2 * out + 1 + len(rows.terms)
+    assert len(tiles.split) == words_begin(out, size) + len(zipper.to_slots(high).words)
+    assert torch.equal(dense_high(tiles.split, out, size), high)
+    packed = zipper.of_packed(zipper.to_packed(high), out, size)
+    assert torch.equal(zipper.to_dense(packed, out, size), high)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_joined_weights_are_each_by_itself():
     cuts = zip(low.split([32, 16, 5], -1), splits, bias.split([32, 16, 5]), strict=True)
     apart = [ops.zipper_high_linear(x, own.contiguous(), split, own_bias) for own, split, own_bias in cuts]
     assert torch.equal(joined, torch.cat(apart, -1))
-    wrong = ([32, 16, 6], begins, "outputs are"), ([53], [len(splits[0]) - 99], "high has shape")
+    wrong = ([32, 16, 6], begins, "outputs are"), ([53], [len(splits[0]) - 40], "high has shape")
     for outputs, first, message in wrong:
         with pytest.raises(ValueError, match=f"zipper_high_joined: {message}"):
             ops.zipper_high_joined(x, low, splits[0], bias, outputs=outputs, begins=first)

@@ -369,9 +369,9 @@ def test_settings_are_checked_before_anything_is_read(settings, message):
         hf_mlspec.MLSpecConfig(**settings)
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"model": "cpu", "lm_head": "disk"}, {"": "disk"}])
+@pytest.mark.parametrize("device_map", ["balanced", {"model": "cpu", "lm_head": "disk"}, {"": "disk"}])
 def test_maps_that_spread_a_model_are_refused_by_name(device_map):
-    with pytest.raises(ValueError, match=r"device_map says (auto|.*disk), .* plane_folder for offload_folder"):
+    with pytest.raises(ValueError, match=r"device_map says (balanced|.*disk), .*; plane_folder stands for offload_f"):
         AutoModelForCausalLM.from_pretrained(
             hf_mlspec.demo_pair()[0], device_map=device_map,
             quantization_config=hf_mlspec.MLSpecConfig(format="planes", group_size=32, plane_budget="6GiB"),

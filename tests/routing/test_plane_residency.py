@@ -87,6 +87,17 @@ def test_what_was_fetched_for_a_layer_that_is_passed_over_frees_its_slot(loader,
     assert loader.counts.late == late
 
 
+def test_what_is_expected_first_does_not_turn_the_search_for_more_to_an_earlier_pass(loader, made):
+    passes(loader, made, [8, 8, 8, 8], 1)
+    loader.reset()
+    loader._next = 2  # of an earlier pass
+    loader.expect(loader.layers[3].linear, 8)
+    assert set(loader._waiting) == {3}
+    assert loader._next == loader._before == -1
+    loader.layers[0].linear.at_rows(torch.ones(1, 1, loader.layers[0].linear.in_features), [8])
+    assert set(loader._waiting) == {2, 3}  # the one that comes next, too
+
+
 def test_while_a_graph_holds_addresses_the_same_planes_stay(loader, made):
     graph = InGraph()
     loader.residency.graphs.add(graph)

@@ -1,9 +1,10 @@
 """How does a controller do on a machine that other programs share, with levels that take longer than was measured?
 
-    python tests/speculation/shared_machine.py TOKENS ROWS ...        # auto / alone, auto / best fixed plan
+    python tests/speculation/shared_machine.py WRONG TOKENS ROWS ...        # auto / alone, auto / best fixed plan
 
 Six calls one behind another, as a process makes them: two of 8 tokens, then four of TOKENS that count. Every call and
-every round is slower by chance; what the controller sees of that, and no more, is noise: ratios are of the seconds
+every round is slower by chance, and WRONG (0: not at all) says how much slower than they are passes seemed when costs
+were measured; what the controller sees of that, and no more, is noise: ratios are of the seconds
 that the passes would take on an idle machine.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 from statistics import geometric_mean, median
 from unittest.mock import patch
@@ -66,8 +68,8 @@ def cells(rows: list[int]) -> Iterator[Cell]:
             yield from ((target, kinds, chances, longer, count) for chances in all_)
 
 
-def ratios(cell: Cell, tokens: int, seeds: int = 2) -> tuple[list[float], float]:
-    """Auto / alone of every call that counts, and what the best fixed plan reaches."""
+def ratios(cell: Cell, tokens: int, wrong: float = 0.0, seeds: int = 2) -> tuple[list[float], float]:
+    """Auto / alone of every call that counts, and what the best fixed plan reaches. wrong: see `beside_a_load`."""
     name, kinds, chances, longer, rows = cell
     target, count = TARGETS[name], len(kinds)
     told, true = ([_level(kind, target, times) for kind in kinds] for times in (1.0, longer))
@@ -79,10 +81,12 @@ def ratios(cell: Cell, tokens: int, seeds: int = 2) -> tuple[list[float], float]
     fixed = {Plan(tuple(n * (i in one) for i in range(count))): [] for n in (2, 4, 8) for one in subsets}
     found = []
     for seed in range(seeds):
-        memory = None
+        memory, dice = None, random.Random(f"{seed} {cell}")
+        measured = beside_a_load(target, wrong, dice)
+        believed = [replace(one, costs=one.costs and beside_a_load(one.costs, wrong, dice)) for one in told]
         for number in range(6):
             machine, new = Shared(target, true, chance, seed=100 * seed + number + 1), tokens if number > 1 else 8
-            controller = Controller(target, told, memory=memory)
+            controller = Controller(measured, believed, memory=memory)
             auto, memory = machine.decode(controller, rows, new), controller.memory.kept()
             if number > 1:
                 alone = machine.decode(None, rows, new, off(count))
@@ -92,15 +96,27 @@ def ratios(cell: Cell, tokens: int, seeds: int = 2) -> tuple[list[float], float]
     return found, max(1.0, *map(median, fixed.values()))
 
 
+def beside_a_load(costs: PassCosts, wrong: float, dice: random.Random) -> PassCosts:
+    """Costs as they are measured while something else runs: every pass seems slower by chance, half of them not,
+    the others by a factor of up to about `wrong` and 1, and more tokens never cost less."""
+    if not wrong:
+        return costs
+    seconds = [one * (1.0 + wrong * dice.choice((0.0, 0.0, 0.5, 1.0)) * dice.lognormvariate(0.0, 0.2))
+               for one in costs.seconds]  # fmt: skip
+    for at in range(len(seconds) - 2, -1, -1):
+        seconds[at] = min(seconds[at], seconds[at + 1])
+    return replace(costs, seconds=tuple(seconds), spread=(0.02,) * len(seconds))
+
+
 def _level(kind: str, target: PassCosts, times: float) -> LevelCosts:
     prior, share, own_cache = LEVELS[kind]
     taken = share and PassCosts(target.tokens, tuple(times * share * s for s in target.seconds), target.spread)
     return LevelCosts(kind, taken, prior, own_cache=own_cache)
 
 
-def main(tokens: int, *rows: int) -> None:
+def main(wrong: float, tokens: int, *rows: int) -> None:
     with patch("hf_mlspec.speculation.controller.perf_counter", lambda: 0.0):  # choosing takes no time
-        found = {cell: ratios(cell, tokens) for cell in cells(list(rows))}
+        found = {cell: ratios(cell, tokens, wrong) for cell in cells(list(rows))}
     auto = {cell: median(calls) for cell, (calls, _) in found.items()}
     over = {cell: auto[cell] / best for cell, (_, best) in found.items()}
     goal = 0.97 if tokens >= 64 else 0.95
@@ -116,4 +132,4 @@ def main(tokens: int, *rows: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(float(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,7 +1,7 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
 from .description import NORMS, Description, Mixture
-from .interpret import CPU, linear_shape, outline, require_format, require_known
+from .interpret import CPU, described, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock, routing_said
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
@@ -21,6 +21,7 @@ __all__ = [
     "Outline",
     "Rotation",
     "UnknownArchitecture",
+    "described",
     "grown_positions",
     "linear_shape",
     "outline",

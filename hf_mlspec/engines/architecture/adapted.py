@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...nn.adapters import is_adapted, is_lora, why_not_low_rank
+from ...nn.adapters import is_lora, why_not_low_rank
 from .parts import UnknownArchitecture
 
 
-def require_low_rank(model: nn.Module, decoder: str) -> None:
-    """UnknownArchitecture for adapters that a compiled decoder does not add."""
+def require_low_rank(model: nn.Module) -> None:
+    """UnknownArchitecture for adapters that no compiled decoder adds."""
     for path, module in model.named_modules():
-        if not is_adapted(module):
-            continue
-        if decoder == "cuda":
-            raise UnknownArchitecture(f"it carries adapters ({path}), which the compiled decoder of GPUs does not add")
         if is_lora(module) and (why := why_not_low_rank(module)) is not None:
             raise UnknownArchitecture(f"{why} ({path}), and the compiled decoder adds plain LoRA alone")

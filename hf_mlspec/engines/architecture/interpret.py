@@ -44,7 +44,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     """Sizes, norms and modules of a model that is whole on ``device``, for the decoder of the "cpu" or "cuda" engine.
     UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
     require_known(model, device, decoder)
-    config, entry = text_config(model), _described(model)
+    config, entry = text_config(model), described(model)
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     if not isinstance(table, NestedEmbedding):
@@ -128,7 +128,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     """Raise UnknownArchitecture unless the decoder of the "cpu" or "cuda" engine runs this class in its present state
     and place, which is ``device``.
     """
-    entry, config = _described(model), text_config(model)
+    entry, config = described(model), text_config(model)
     asked = not_served(entry, decoder)
     if asked is not None:
         raise UnknownArchitecture(f"its description says {asked}")
@@ -149,7 +149,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnknownArchitecture("it attends in both directions")
-    require_low_rank(model, decoder)
+    require_low_rank(model)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
     if elsewhere is not None:
         if device == CPU:
@@ -160,7 +160,8 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
         raise UnknownArchitecture(f"it {altered}")
 
 
-def _described(model: nn.Module) -> Description:
+def described(model: nn.Module) -> Description:
+    """What is known of a model's class; UnknownArchitecture where nothing is."""
     name = type(model).__name__
     entry = _of_wrapper(model, name) if name in WRAPPERS else KNOWN.get(name)
     if entry is None or not type(model).__module__.startswith(entry.package):

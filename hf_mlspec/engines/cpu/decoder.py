@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...nn.shards import is_shared
 from ...nn.switch import PrecisionSwitch
+from ...ops.callbacks import address_of, width_chooser
 from ...ops.compiled_decoder import (
     PLANES,
     Weight,
-    address_of,
     compiled_decoder,
     set_delta,
     set_delta_sizes,
     set_experts,
     set_linear,
-    width_chooser,
 )
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
+from ..own_part import own_part
 from . import weights
+from .ranks import SharedSums
 from .streamed import keep_failure, read_planes, reading_alone, taken_failure
 
 _OF_MLP = "gate", "up", "down"
@@ -40,7 +43,10 @@ class CpuDecoder:
 
     def __init__(self, model: nn.Module):
         """UnknownArchitecture where it cannot run the model; KernelError without kernels."""
-        found = weights.read(model)
+        self._part = own_part(model) if is_shared(model) else None
+        found = weights.read(model if self._part is None else self._part.model)
+        if self._part is not None:
+            found = replace(found, sizes=replace(found.sizes, vocab=self._part.vocab))
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
         self.vocab_size = found.sizes.vocab
         self.num_recurrent = sum(layer.delta is not None for layer in found.layers)
@@ -56,6 +62,7 @@ class CpuDecoder:
             self.handle.set_position_embedding(found.positions)
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._reader = read_planes(self.handle, model)
+        self._ranks = None if self._part is None else SharedSums(self.handle, self._part.ranks)
         if found.sizes.delta is not None:
             set_delta_sizes(self.handle, found.sizes.delta)
         for layer in found.layers:
@@ -75,7 +82,7 @@ class CpuDecoder:
         """One call of `handle`. What streamed planes could not be read for is raised as it is. beside: another decoder
         that the call computes with."""
         own, readers = getattr(self.handle, name), [one._reader for one in (self, beside) if one and one._reader]
-        if not readers:
+        if not readers and self._ranks is None:
             return own(*arguments)
         try:
             with reading_alone(*readers):
@@ -89,8 +96,8 @@ class CpuDecoder:
             raise failure
         return found
 
-    def choose_widths(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> list[int]:
-        """`choose_widths` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
+    def score_choosing(self, *arguments: Any, choose: Callable[[int, Tensor], int]) -> tuple:
+        """`score_choosing` of `handle`. choose(block, inputs ``[tokens, hidden]``): how many planes the block reads;
         what it raises is raised as it is. ValueError for planes that the weights do not have."""
         known = {own.weight for own in self.bit_choices}
 
@@ -106,7 +113,7 @@ class CpuDecoder:
 
         callback = width_chooser(chosen, self.sizes.hidden)
         try:
-            return self.call("choose_widths", *arguments, address_of(callback))
+            return self.call("score_choosing", *arguments, address_of(callback))
         except RuntimeError as error:
             failure = taken_failure()  # else `call` has told it
             if failure is None:

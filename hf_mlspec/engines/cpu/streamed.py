@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from torch import nn
 
 from ...nn.planes import PlanesLinear
-from ...ops.compiled_decoder import PlanesBegin, PlanesEnd, set_plane_reader
+from ...ops.callbacks import PlanesBegin, PlanesEnd, set_plane_reader
 from ..built import walk_of
 
 _kept = threading.local()  # what a call of this thread failed with

@@ -14,29 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...formats import CACHE_FORMATS, CacheFormat, stored_format
+from ...formats import stored_format
 from ...formats.zipper import LOW
-from ...nn.linear import is_dense
 from ...nn.nested import NestedEmbedding
+from ...nn.shards import is_shared
 from ...nn.switch import filled
-from ...ops.attention import CUDA_HEAD_DIM_STEP, CUDA_MAX_HEAD_DIM
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...ops.delta import AT_START
 from ...precision import OWN_BITS, Bits
-from .. import architecture
-from ..architecture import NORMS, Block, Outline, UnknownArchitecture, linear_shape, rotary, table_dtype
+from ..architecture import Block, rotary
 from ..built import bit_choices, device_of, standing, switches
+from ..own_part import own_part
 from ..rows import cache_format_of
-from .experts import ExpertRows, Routed, require_served_experts
+from .adapted import AdaptedLinear
+from .experts import ExpertRows, Routed
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
-from .layer import Layer, read_layer
-from .row_bits import BlockBits, Groups, at, outside, times
+from .layer import Layer, LayerLinear, read_layer
+from .ranks import exchange_of
+from .row_bits import BitsOfBlock, BlockBits, at, outside, times
+from .served import require_read, served_outline
 from .states import DeltaStates
 from .streamed import StreamedPlanesLinear
-from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
+from .weights import OrderedLinear, RotatedLinear, joined
 from .zipper import ZipperTilesLinear
-
-_ROW_BYTES = 16  # what the kernels load at once
 
 
 class Packing(NamedTuple):
@@ -56,9 +56,9 @@ class CudaDecoder:
     q|k|v and gate|up become one weight each: the modules' parameters are views of it from then on. ``extra_bytes``:
     what could not be shared so (packed weights whose outputs do not fill their tiles). num_layers: those that keep
     keys and values. num_recurrent: those that keep a state. vocab_size: entries of its logits. dtype: of keys, values
-    and logits. max_positions: the length past which the model's rotation changes for
-    the whole row; None where it never does. positions: for how many there are rotary tables. bit_choices: what
-    calls may ask of the packed weights, () where it has none. logit_softcap: what
+    and logits. ranks: the processes that share the model; None: nobody does. max_positions: the length past which the
+    model's rotation changes for the whole row; None where it never does. positions: for how many there are rotary
+    tables. bit_choices: what calls may ask of the packed weights, () where it has none. logit_softcap: what
     ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
     """
 
@@ -66,23 +66,21 @@ class CudaDecoder:
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
-        architecture.require_known(model, device, "cuda")
+        part = own_part(model) if is_shared(model) else None
+        found = served_outline(model if part is None else part.model, device)
         if device.type != "cpu":
-            require_bfloat16(model, device)
-        found = architecture.outline(model, device, "cuda")
-        if device.type != "cpu":
-            require_served(found)
             torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
-        self.vocab_size, self.logit_softcap = found.sizes.vocab, found.sizes.logit_softcap
+        self.vocab_size = found.sizes.vocab if part is None else part.vocab
+        self.logit_softcap, self.ranks = found.sizes.logit_softcap, part and exchange_of(part.ranks)
+        self._shares_head = self.vocab_size != found.sizes.vocab
         self.num_recurrent = sum(block.delta is not None for block in found.blocks)
         self.num_layers = len(found.blocks) - self.num_recurrent
         self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(rotary.text_config(model))
-        self._growing = threading.Lock()
-        self._ropes, self._outgrown = [], []
+        self._growing, self._ropes, self._outgrown = threading.Lock(), [], []
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._final_norm = norm_of(found.final_norm, found, device)
         self._layers = [read_layer(block, found, device, index) for block, index in indexed(found.blocks)]
@@ -91,6 +89,8 @@ class CudaDecoder:
         self._head = joined([found.head], "lm_head")
         self._embedding = found.embedding.tiles() if isinstance(found.embedding, NestedEmbedding) else found.embedding
         self._activation = ACTIVATIONS[found.sizes.activation]
+        if part is not None:
+            part.give_back()
         self.bit_choices, self._own = bit_choices(model), [switch.bits for switch in switches(model)]
         linears = [one for layer in self._layers for one in layer.linears()]
         self.extra_bytes = sum(linear.extra_bytes for linear in linears)
@@ -109,12 +109,14 @@ class CudaDecoder:
         return self._weights, self.positions
 
     def captures(self, bits: Bits | BlockBits) -> bool:
-        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, or planes are
-        fetched for it from elsewhere than pinned memory."""
+        """Whether a graph can hold a call at these bits: not where the CPU computes a part of it, planes are fetched
+        for it from elsewhere than pinned memory, or the host waits for a choice."""
+        if not isinstance(bits, Bits) and bits.waits:
+            return False
         most = bits if isinstance(bits, Bits) else bits.widest
         return all(filled(most, own).weight <= self._captured_bits for own in self._own)
 
-    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+    def blocks(self) -> list[tuple[LayerLinear | None, LayerLinear | None, Tensor | None]]:
         """Of every layer in turn, as of `Layer.blocks`: those that `BlockBits` knows by their number."""
         return [block for layer in self._layers for block in layer.blocks()]
 
@@ -155,18 +157,17 @@ class CudaDecoder:
         added = None  # what the next norm adds to the residual stream first
         for number, layer in enumerate(self._layers):
             normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
-            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed))
-            if self.sizes.parallel:
-                beside, added = added, None
-            elif layer.attention_out is not None:
+            added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed, starts))
+            beside, added = (added, None) if self.sizes.parallel else (None, self._of_all_ranks(added))
+            if layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             if self.sizes.no_mlp:
                 continue
             normed, total, routed = self._normed_for_mlp(layer, total, added)
             parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
-            own = at(bits, 2 * number + 1, normed)
+            own = at(bits, 2 * number + 1, normed, starts)
             added = _joined([self._feed_forward(layer, part, own, routed) for part in parts])
-            added = beside + added if self.sizes.parallel else added
+            added = self._of_all_ranks(added if beside is None else beside + added)
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
         if states is not None:
@@ -174,7 +175,7 @@ class CudaDecoder:
         return self._logits(total, added, pick, outside(bits))
 
     def _mix(
-        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: Bits | Groups
+        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: BitsOfBlock
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
@@ -183,7 +184,12 @@ class CudaDecoder:
 
     def _logits(self, total: Tensor, added: Tensor | None, pick: Tensor | None, bits: Bits) -> Tensor:
         normed, _ = normed_sum(total, added, self._final_norm, self.sizes.norm_eps)
-        return self._head(normed if pick is None else normed.index_select(0, pick), bits)
+        logits = self._head(normed if pick is None else normed.index_select(0, pick), bits)
+        return self.ranks.side_by_side(logits) if self._shares_head else logits
+
+    def _of_all_ranks(self, added: Tensor | ExpertRows) -> Tensor | ExpertRows:
+        """What a block adds, of which this process has a part."""
+        return added if self.ranks is None else self.ranks.summed(added)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
         """Learned embeddings of the positions of a step's tokens; of padding, of any."""
@@ -204,7 +210,7 @@ class CudaDecoder:
         return *normed_sum(total, added, norm, eps, layer.gate_up_order), None
 
     def _feed_forward(
-        self, layer: Layer, normed: Tensor, bits: Bits | Groups, routed: Routed | None
+        self, layer: Layer, normed: Tensor, bits: BitsOfBlock, routed: Routed | None
     ) -> Tensor | ExpertRows:
         """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
         if layer.experts is not None:
@@ -234,7 +240,7 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: Bits | Groups) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: BitsOfBlock) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
         keys, values = kv.unbind()
@@ -279,54 +285,9 @@ class CudaDecoder:
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
 
 
-def require_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """UnknownArchitecture for a model in another dtype than the kernels of a GPU take."""
-    dtype = table_dtype(model.get_input_embeddings())
-    if dtype != torch.bfloat16:
-        raise UnknownArchitecture(f"its weights are {dtype}, on {device} load it in bfloat16")
-
-
 def _joined(parts: list) -> Tensor | ExpertRows:
     """Of tokens one behind the other; what is whole as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def require_read(kept: CacheFormat | None, device: torch.device) -> None:
-    """UnknownArchitecture for keys and values in codes that the kernels of a GPU do not read."""
-    if kept is not None and not kept.on_gpus and device.type != "cpu":
-        words = " or ".join(repr(word) for word, record in CACHE_FORMATS.items() if record.on_gpus)
-        raise UnknownArchitecture(
-            f"it is to keep keys and values as {kept.word}, and the kernels on {device} read {words} or keys and "
-            "values as they are computed"
-        )
-
-
-def require_served(found: Outline) -> None:
-    """UnknownArchitecture where the kernels of a GPU do not take a model's sizes."""
-    sizes = found.sizes
-    if sizes.rotates_pairs and any(block.norms[NORMS.index("q")] for block in found.blocks):
-        raise UnknownArchitecture("it norms heads whose pairs are rotated, which the kernels of a GPU do not")
-    if sizes.delta is not None and (sizes.delta.key_dim % 4 or sizes.delta.value_dim % 4):
-        raise UnknownArchitecture(
-            f"its delta nets have heads of {sizes.delta.key_dim} and {sizes.delta.value_dim} elements, the kernels of "
-            "a GPU take multiples of 4"
-        )
-    if sizes.head_dim > CUDA_MAX_HEAD_DIM or sizes.head_dim % CUDA_HEAD_DIM_STEP:
-        raise UnknownArchitecture(
-            f"its heads have {sizes.head_dim} elements, the attention kernel takes multiples of {CUDA_HEAD_DIM_STEP} "
-            f"up to {CUDA_MAX_HEAD_DIM}"
-        )
-    modules = [item for block in found.blocks for item in block.modules.items()] + [("lm_head", found.head)]
-    for block in found.blocks:
-        if block.experts is not None:
-            require_served_experts(block.experts, _ROW_BYTES)
-            modules += [(f"shared {name}", module) for name, module in block.experts.shared.items()]
-    for name, module in modules:
-        inputs = linear_shape(module, name)[0]
-        if inputs * 2 % _ROW_BYTES:
-            raise UnknownArchitecture(f"its {name} has {inputs} inputs, the GPU kernels take multiples of 8")
-        if is_dense(module) and module.weight.data_ptr() % _ROW_BYTES:
-            raise UnknownArchitecture(f"its {name} does not start at a multiple of {_ROW_BYTES} bytes in memory")
 
 
 def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
@@ -338,12 +299,12 @@ def indexed(blocks: list[Block]) -> Iterator[tuple[Block, int]]:
         seen[kind] += 1
 
 
-def _plain(linear: JoinedLinear) -> JoinedLinear:
-    """Without the order or the rotation of its inputs."""
-    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear) else linear
+def _plain(linear: LayerLinear) -> LayerLinear:
+    """Without the order or the rotation of its inputs, and without adapters."""
+    return linear.linear if isinstance(linear, OrderedLinear | RotatedLinear | AdaptedLinear) else linear
 
 
-def _captured_bits(linear: JoinedLinear) -> float:
+def _captured_bits(linear: LayerLinear) -> float:
     """Up to how many bits of its weights a call only enqueues."""
     own = _plain(linear)
     if isinstance(own, StreamedPlanesLinear):

@@ -20,9 +20,10 @@ from ...ops.integers import integers
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
-from .decoder import CudaDecoder, Packing, require_read
+from .decoder import CudaDecoder, Packing
 from .row_bits import BlockBits
 from .rows import CudaRows
+from .served import require_read
 from .states import DeltaStates
 from .steps import CudaSteps
 

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ...formats.hadamard import Hadamard
 from ..architecture import Block, Outline
+from .adapted import AdaptedLinear, joined_with_adapters
 from .delta import DeltaLayer, delta_layer
 from .experts import ExpertLayer, expert_layer
 from .heads_and_norms import LayerNorm, norm_of
-from .weights import JoinedLinear, OrderedLinear, RotatedLinear, joined
+from .weights import JoinedLinear, OrderedLinear, RotatedLinear
+
+LayerLinear = JoinedLinear | AdaptedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,10 @@ class Layer:
     `gate_up` and `down`. sinks: of `ops.ragged_attention_rows`. delta: in place of `qkv`, `o` and what goes with them.
     """
 
-    qkv: JoinedLinear | None
-    o: JoinedLinear | None
-    gate_up: JoinedLinear | None
-    down: JoinedLinear | None
+    qkv: LayerLinear | None
+    o: LayerLinear | None
+    gate_up: LayerLinear | None
+    down: LayerLinear | None
     experts: ExpertLayer | None
     qkv_order: Tensor | None
     gate_up_order: Tensor | None
@@ -48,18 +51,18 @@ class Layer:
     index: int
     delta: DeltaLayer | None = None
 
-    def blocks(self) -> list[tuple[JoinedLinear | None, JoinedLinear | None, Tensor | None]]:
+    def blocks(self) -> list[tuple[LayerLinear | None, LayerLinear | None, Tensor | None]]:
         """Attention and MLP: the first linear, the last, the order of the first one's inputs."""
         return [(self.qkv, self.o, self.qkv_order), (self.gate_up, self.down, self.gate_up_order)]
 
-    def linears(self) -> list[JoinedLinear]:
+    def linears(self) -> list[LayerLinear]:
         """Those that all tokens go through, but for the head."""
         shared = [] if self.experts is None else self.experts.shared
         nets = [] if self.delta is None else [self.delta.qkvz, self.delta.ba, self.delta.out]
         return [one for one in (self.qkv, self.o, *nets, self.gate_up, self.down, *shared) if one is not None]
 
 
-def _without_order(linear: JoinedLinear) -> tuple[JoinedLinear, Tensor | None]:
+def _without_order(linear: LayerLinear) -> tuple[LayerLinear, Tensor | None]:
     """A linear for inputs that are in its order, and the order."""
     return (linear.linear, linear.order) if isinstance(linear, OrderedLinear) else (linear, None)
 
@@ -73,8 +76,8 @@ def _mlp(block: Block) -> dict[str, Any]:
         fields = "gate_up", "down", "gate_up_order", "down_order", "down_rotation"
         return {**dict.fromkeys(fields), "experts": expert_layer(block.experts)}
     gate_up = [block.modules[name] for name in ("gate", "up", "gate_up") if name in block.modules]
-    joined_gate_up, gate_up_order = _without_order(joined(gate_up, "gate, up"))
-    down, down_order = _without_order(joined([block.modules["down"]], "down"))
+    joined_gate_up, gate_up_order = _without_order(joined_with_adapters(gate_up, "gate, up"))
+    down, down_order = _without_order(joined_with_adapters([block.modules["down"]], "down"))
     down, down_rotation = (down.linear, down.how) if isinstance(down, RotatedLinear) else (down, None)
     found = {"gate_up": joined_gate_up, "down": down, "gate_up_order": gate_up_order, "down_order": down_order}
     return {**found, "down_rotation": down_rotation, "experts": None}
@@ -90,10 +93,10 @@ def read_layer(block: Block, found: Outline, device: torch.device, index: int) -
     together = None
     if q_norm is not None and len(q_norm) > found.sizes.head_dim:
         together, q_norm, k_norm = (q_norm, k_norm), None, None
-    joined_qkv, qkv_order = _without_order(joined(qkv, "q, k, v"))
+    joined_qkv, qkv_order = _without_order(joined_with_adapters(qkv, "q, k, v"))
     return Layer(
         qkv=joined_qkv,
-        o=joined([modules["o"]], "o"),
+        o=joined_with_adapters([modules["o"]], "o"),
         qkv_order=qkv_order,
         **_mlp(block),
         attention_norm=attention,

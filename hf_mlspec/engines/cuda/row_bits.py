@@ -23,18 +23,31 @@ class Groups(NamedTuple):
     parts: tuple[tuple[Tensor, Bits], ...]
 
 
+class Chosen(NamedTuple):
+    """Planes of a step's tokens where the host does not know them: int32 ``[1]`` of all, or one for each."""
+
+    widths: Tensor
+
+
+BitsOfBlock = Bits | Groups | Chosen
+
+
 class BlockBits(Protocol):
-    """Bits of every block of a call, chosen before or on the way. key: names them, for a graph. widest: the most."""
+    """Bits of every block of a call, chosen before or on the way. key: names them, for a graph. widest: the most.
+    waits: the host learns them on the way, so that no graph holds the call."""
 
     key: tuple
     widest: Bits
+    waits: bool
 
-    def at(self, block: int, x: Tensor) -> Bits | Groups:
-        """Of a block whose linears are about to read ``[tokens, in]``."""
+    def at(self, block: int, x: Tensor, starts: Tensor) -> BitsOfBlock:
+        """Of a block whose linears are about to read ``[tokens, in]``, as many of every row, from starts[r] on."""
 
 
 class RowBits:
     """Known widths of rows: ``widths[r][j]`` planes of block j for row r; every row has as many tokens of a step."""
+
+    waits = False
 
     def __init__(self, widths: Sequence[Sequence[int]], device: torch.device):
         self.key = tuple(map(tuple, widths))
@@ -43,7 +56,7 @@ class RowBits:
         self._of_block = list(zip(*self.key, strict=True))
         self._groups: dict[tuple, Groups] = {}  # they stay: graphs hold their addresses
 
-    def at(self, block: int, x: Tensor) -> Bits | Groups:
+    def at(self, block: int, x: Tensor, starts: Tensor) -> Bits | Groups:
         """As `BlockBits.at`."""
         own = self._of_block[block]
         if len(set(own)) == 1:
@@ -54,17 +67,21 @@ class RowBits:
         return self._groups[own, each]
 
     def _grouped(self, own: tuple[int, ...], each: int) -> Groups:
-        places = torch.arange(len(own) * each).view(len(own), each)
-        rows = {width: [row for row, has in enumerate(own) if has == width] for width in sorted(set(own))}
-        return Groups(
-            tuple((places[which].flatten().to(self._device), Bits(width, 16)) for width, which in rows.items())
-        )
+        return grouped([width for width in own for _ in range(each)], self._device)
 
 
-def times(linear: Multiply, x: Tensor, bits: Bits | Groups) -> Tensor:
+def grouped(widths: Sequence[int], device: torch.device) -> Groups:
+    """Tokens by their numbers of planes."""
+    places = {width: [at for at, own in enumerate(widths) if own == width] for width in sorted(set(widths))}
+    return Groups(tuple((torch.tensor(which, device=device), Bits(width, 16)) for width, which in places.items()))
+
+
+def times(linear: Multiply, x: Tensor, bits: BitsOfBlock) -> Tensor:
     """``[n, in]`` -> ``[n, out]``, every token at its own bits."""
     if isinstance(bits, Bits):
         return linear(x, bits)
+    if isinstance(bits, Chosen):
+        return linear.chosen(x, bits.widths)
     out = None
     for places, own in bits.parts:
         part = linear(x.index_select(0, places), own)
@@ -78,6 +95,6 @@ def outside(bits: Bits | BlockBits) -> Bits:
     return bits if isinstance(bits, Bits) else OWN_BITS
 
 
-def at(bits: Bits | BlockBits, block: int, x: Tensor) -> Bits | Groups:
-    """What the linears of a block read of ``[tokens, in]``."""
-    return bits if isinstance(bits, Bits) else bits.at(block, x)
+def at(bits: Bits | BlockBits, block: int, x: Tensor, starts: Tensor) -> BitsOfBlock:
+    """What the linears of a block read of ``[tokens, in]``, rows from ``starts`` on."""
+    return bits if isinstance(bits, Bits) else bits.at(block, x, starts)

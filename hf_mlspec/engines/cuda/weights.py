@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import Parts
 from ...formats.hadamard import Hadamard
+from ...nn.adapters import is_adapted
 from ...nn.int4_int8 import Int4Int8Linear
 from ...nn.linear import lay_rows
 from ...nn.lut import LutLinear
@@ -138,6 +139,10 @@ class PlanesTilesLinear:
         count = bits.weight or self.own.weight
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
+    def chosen(self, x: Tensor, widths: Tensor) -> Tensor:
+        """The same with as many planes as int32 ``widths`` on the device says: ``[1]``, or one for each token."""
+        return ops.bitplane_chosen(x, *self.tiles, widths, self.out_features, self.bias, **self.how)
+
 
 class LutTilesLinear:
     """Tiles of ``ops.prepack_lut``, of which a call reads the first few planes and their table."""
@@ -214,6 +219,8 @@ def joined(modules: Sequence[nn.Module], name: str) -> JoinedLinear:
     Moves the modules' weights (never what they hold). UnknownArchitecture when their weights do not go together.
     """
     for module in modules:
+        if is_adapted(module):
+            raise UnknownArchitecture(f"its {name} carries adapters; those of attention and MLP alone are added")
         linear_shape(module, name)
     bias, rotations = _joined_bias(modules), [rotation_of(module, name) for module in modules]
     with torch.inference_mode(False):  # a tensor made in that mode could not be used outside of it

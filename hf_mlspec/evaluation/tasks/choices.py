@@ -39,6 +39,15 @@ def _splits(sources: dict[str, Source], data: str | None, read: Any) -> dict[str
     return {"test": test_split(read(path), path), "train": examples(sources["train"], folder, read)}
 
 
+def items_of(task: str, data: str | None = None) -> list[dict[str, Any]]:
+    """The items of "piqa" or "winogrande" as plain lists: without the `datasets` package. ValueError for none."""
+    sources, read = {"piqa": (PIQA, _piqa_items), "winogrande": (WINOGRANDE, _winogrande_items)}[task]
+    path = sources["test"].need(data_folder(data))
+    if not (items := read(path)):
+        raise ValueError(f"{path} holds no items")
+    return items
+
+
 def piqa(data: str | None = None, **_: Any) -> dict[str, Any]:
     return _splits(PIQA, data, _piqa_items)
 

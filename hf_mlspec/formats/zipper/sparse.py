@@ -1,18 +1,23 @@
-"""How is the high part kept as sparse rows, of which a product adds entries of tables?
+"""How is the high part kept, of which most values are 0? In cells of 32 outputs and 64 inputs, of two layouts.
 
-Inputs are cut into groups of g columns. A row is a list of terms, each for one group and one power of two:
+A cell has the values that are not 0. Cells of the same outputs lie one behind the other; ``starts`` int32
+``[cells + 1]`` says where each begins. Inputs and outputs beyond the weight are 0.
 
-    term int32     bits 0..7    pattern: which of the group's columns it adds
-                   bits 8..10   shift: it counts 2^shift times
-                   bit  11      1: it is subtracted
-                   bits 12..30  number of the group
+    slots, for CPUs     an output has lane ``output % 32``, and its values fill slots 0, 1, ... of that lane, by input:
+                        int16 [slots of all cells, 32 lanes]; starts count slots, a cell has those of its fullest lane
+                        word: bits 0..5 input of the cell, bits 8..15 value, 0: no value
+    packed, for GPUs    one value behind the other, by output and then input; starts count int32
+                        narrow int16: bits 0..10 place, bits 11..15 value mod 32, for -15 to 16; 0: no value, where
+                        the second half of an int32 is left
+                        wide int32: bits 0..10 place, bits 16..23 value
 
-A value of the high part is a signed sum of powers of two, one for each bit of its magnitude, so a row's terms are in
-the order of groups, in a group added ones first, and of these small powers first. For g activations there are
-2^g - 1 sums of some of them; they are made once, and a term is one of them. With ``starts`` int32 ``[out + 1]`` row r
-has the terms starts[r] .. starts[r + 1].
+A place is 64 * (output % 32) + column, where the columns are in the order in which tensor cores take the inputs: lane
+t of four reads inputs 16 t to 16 t + 15 of its row, four of them in each of four steps (`_COLUMN`).
 
-Source: ZipperQuant (tables of sums for sparse high bits); tables of activations as in T-MAC (arXiv 2407.00088).
+A table lookup of 64 entries is one instruction of AVX-512 where the table is a cell's inputs in bfloat16, in two
+registers: 5 % of the weights have a high part, so that sums of several inputs would seldom be looked up.
+
+Source: ZipperQuant (sparse high bits looked up in tables of the activations).
 """
 
 from __future__ import annotations
@@ -22,82 +27,134 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 4  # columns: 15 sums of 4 activations lie in one cache line
-MAX_GROUP = 8
-MAX_INPUTS = 2**19 * 2  # groups are numbered in 19 bits, of at least 2 columns
-_SHIFTS = 8
-_SIGN, _COLUMN = 11, 12
+OUTPUTS, INPUTS = 32, 64  # of a cell
+NARROW = (-15, 16)
+MAX_INPUTS = 2**20
+_CHUNK = 2**25  # weights whose places are found at once
+# Where an input of a cell stands in a row of 64: step s of four, then what lane t has there, a pair in each half.
+_COLUMN = torch.tensor([16 * (i % 16 // 4) + 8 * (i % 4 // 2) + 2 * (i // 16) + i % 2 for i in range(INPUTS)])
 
 
-class SparseRows(NamedTuple):
-    """The high part of a weight: ``starts`` int32 ``[out + 1]`` and ``terms`` int32 ``[n]``."""
+class SparseCells(NamedTuple):
+    """``starts`` int32 ``[cells + 1]``; ``words`` int32 ``[n]``: of slots 16 for each, packed as many as there are."""
 
     starts: Tensor
-    terms: Tensor
+    words: Tensor
+    is_wide: bool = False
 
 
-def to_sparse(high: Tensor, group: int = GROUP) -> SparseRows:
-    """int8 ``[out, in]`` -> its sparse rows over groups of ``group`` columns. ValueError for a group that does not
-    divide ``in``, is not 2 to 8, or for too many inputs."""
-    require_group(group, high.shape[1])
-    groups = high.to(torch.int16).unflatten(1, (-1, group))  # [out, in / g, g]
-    bits = 2 ** torch.arange(group, device=high.device, dtype=torch.int32)
-    columns = torch.arange(groups.shape[1], device=high.device, dtype=torch.int32) << _COLUMN
-    found = []
-    for negative in (0, 1):
-        magnitude = (-groups if negative else groups).clamp(min=0)
-        for shift in range(_SHIFTS):
-            pattern = ((magnitude >> shift & 1).to(torch.int32) * bits).sum(-1, dtype=torch.int32)
-            term = pattern | shift << 8 | negative << _SIGN | columns
-            found.append(torch.where(pattern > 0, term, -1))
-    every = torch.stack(found, -1).flatten(1)  # [out, in / g * 16], -1 where there is none
-    there = every >= 0
-    counts = there.sum(1).cumsum(0)
-    starts = torch.cat([counts.new_zeros(1), counts]).to(torch.int32)
-    return SparseRows(starts, every[there])
+class Values(NamedTuple):
+    """The values that are not 0, by output and then input: int64 ``outputs``, ``inputs``, ``values``."""
+
+    outputs: Tensor
+    inputs: Tensor
+    values: Tensor
 
 
-def to_dense(rows: SparseRows, in_features: int, group: int = GROUP) -> Tensor:
-    """The inverse: int8 ``[out, in]``. ValueError for a term beyond the inputs."""
-    out, terms = len(rows.starts) - 1, rows.terms
-    if terms.numel() and int((terms >> _COLUMN).max()) >= in_features // group:
-        raise ValueError(f"zipper: a term names group {int((terms >> _COLUMN).max())} of {in_features // group}")
-    lengths = (rows.starts[1:] - rows.starts[:-1]).long()
-    at = torch.repeat_interleave(torch.arange(out, device=terms.device), lengths)
-    values = coefficients(terms).to(torch.int32)
-    high = torch.zeros(out, in_features // group, group, dtype=torch.int32, device=terms.device)
-    for place in range(group):
-        own = (terms >> place & 1).bool()
-        high[:, :, place].index_put_((at[own], (terms[own] >> _COLUMN).long()), values[own], accumulate=True)
-    return high.flatten(1).to(torch.int8)
+def cells_of(out_features: int, in_features: int) -> tuple[int, int]:
+    """How many cells one below the other, and side by side."""
+    return -(-out_features // OUTPUTS), -(-in_features // INPUTS)
 
 
-def coefficients(terms: Tensor) -> Tensor:
-    """float32: what each term counts, in steps of the high part."""
-    powers = (1 << (terms >> 8 & 7)).float()
-    return torch.where((terms >> _SIGN & 1).bool(), -powers, powers)
+def to_slots(high: Tensor) -> SparseCells:
+    """int8 ``[out, in]`` -> its cells in slots."""
+    down, across = cells_of(*high.shape)
+    found = _values_of(high)
+    cell, lane = _cell(found, across), found.outputs % OUTPUTS
+    place = cell * OUTPUTS + lane
+    order = place.argsort(stable=True)
+    place, counts = place[order], torch.bincount(place, minlength=down * across * OUTPUTS)
+    rank = torch.arange(len(place), device=high.device) - (counts.cumsum(0) - counts)[place]
+    starts = _starts(counts.view(-1, OUTPUTS).amax(1))
+    words = torch.zeros(int(starts[-1]), OUTPUTS, dtype=torch.int16, device=high.device)
+    slot = starts[place // OUTPUTS] + rank
+    words[slot, place % OUTPUTS] = (found.inputs % INPUTS | found.values << 8)[order].to(torch.int16)
+    return SparseCells(starts.to(torch.int32), words.flatten().view(torch.int32))
 
 
-def places(terms: Tensor, group: int = GROUP) -> Tensor:
-    """int64: where in tables ``[in / group, 2^group]`` the sum of each term stands."""
-    return ((terms >> _COLUMN).long() << group) + (terms & 0xFF)
+def of_slots(cells: SparseCells, out_features: int, in_features: int) -> Values:
+    """What ``to_slots`` was made of. ValueError for an output or input beyond the weight."""
+    _, across = cells_of(out_features, in_features)
+    words = cells.words.view(torch.int16).view(-1, OUTPUTS)
+    slot, lane = words.nonzero(as_tuple=True)
+    cell = torch.searchsorted(cells.starts.long(), slot, right=True) - 1
+    word = words[slot, lane].long()
+    return _sorted(cell, lane, word & INPUTS - 1, word >> 8, across, (out_features, in_features))
 
 
-def sums_of_groups(x: Tensor, group: int = GROUP) -> Tensor:
-    """float32 ``[rows, in]`` -> ``[rows, in / group * 2^group]``: of every group the sum of the columns in each
-    pattern. That of a pattern is the sum of the pattern without its last column, and that column."""
-    groups = x.unflatten(1, (-1, group))
-    tables = [torch.zeros_like(groups[..., 0])]
-    for place in range(group):
-        tables += [table + groups[..., place] for table in tables]
-    return torch.stack(tables, -1).flatten(1)
+def to_packed(high: Tensor) -> SparseCells:
+    """int8 ``[out, in]`` -> its cells as GPUs read them: narrow where the values let them."""
+    down, across = cells_of(*high.shape)
+    found = _values_of(high)
+    is_wide = bool(((found.values < NARROW[0]) | (found.values > NARROW[1])).any())
+    cell = _cell(found, across)
+    order = cell.argsort(stable=True)
+    cell, counts = cell[order], torch.bincount(cell, minlength=down * across)
+    starts = _starts(counts if is_wide else (counts + 1) // 2)
+    rank = torch.arange(len(cell), device=high.device) - (counts.cumsum(0) - counts)[cell]
+    place = (found.outputs % OUTPUTS * INPUTS + _COLUMN.to(high.device)[found.inputs % INPUTS])[order]
+    value = found.values[order]
+    if is_wide:
+        words = torch.zeros(int(starts[-1]), dtype=torch.int32, device=high.device)
+        words[starts[cell] + rank] = (place | (value & 0xFF) << 16).to(torch.int32)
+    else:
+        halves = torch.zeros(int(starts[-1]) * 2, dtype=torch.int16, device=high.device)
+        halves[starts[cell] * 2 + rank] = _signed16(place | (value & 31) << 11)
+        words = halves.view(torch.int32)
+    return SparseCells(starts.to(torch.int32), words, is_wide)
 
 
-def require_group(group: int, in_features: int) -> None:
-    """ValueError unless groups of so many columns divide ``in_features`` and can be numbered."""
-    if type(group) is not int or not 2 <= group <= MAX_GROUP:
-        raise ValueError(f"zipper: groups of tables hold 2 to {MAX_GROUP} columns, not {group!r}")
-    if in_features % group:
-        raise ValueError(f"zipper: in_features is {in_features}, no multiple of the group of {group} columns")
-    if in_features > MAX_INPUTS:
-        raise ValueError(f"zipper: in_features is {in_features}, terms number the groups of {MAX_INPUTS} inputs")
+def of_packed(cells: SparseCells, out_features: int, in_features: int) -> Values:
+    """What ``to_packed`` was made of. ValueError for an output or input beyond the weight."""
+    _, across = cells_of(out_features, in_features)
+    if cells.is_wide:
+        words, starts = cells.words.long(), cells.starts.long()
+        value = (words >> 16 & 0xFF ^ 0x80) - 0x80
+    else:
+        words, starts = cells.words.view(torch.int16).long() & 0xFFFF, cells.starts.long() * 2
+        value = words >> 11
+        value = torch.where(value > NARROW[1], value - 32, value)
+    there = value.nonzero().flatten()
+    cell = torch.searchsorted(starts, there, right=True) - 1
+    place = words[there] & OUTPUTS * INPUTS - 1
+    inputs = _COLUMN.argsort().to(place.device)[place % INPUTS]
+    return _sorted(cell, place // INPUTS, inputs, value[there], across, (out_features, in_features))
+
+
+def to_dense(found: Values, out_features: int, in_features: int) -> Tensor:
+    """int8 ``[out, in]``."""
+    high = torch.zeros(out_features, in_features, dtype=torch.int8, device=found.values.device)
+    high[found.outputs, found.inputs] = found.values.to(torch.int8)
+    return high
+
+
+def _values_of(high: Tensor) -> Values:
+    """Rows are read some at a time: what `nonzero` needs is many times a row."""
+    rows = max(_CHUNK // max(high.shape[1], 1), 1)
+    parts = []
+    for first in range(0, max(len(high), 1), rows):
+        some = high[first : first + rows]
+        at, inputs = some.nonzero(as_tuple=True)
+        parts.append(Values(at + first, inputs, some[at, inputs].long()))
+    return Values(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _cell(found: Values, across: int) -> Tensor:
+    return found.outputs // OUTPUTS * across + found.inputs // INPUTS
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _signed16(words: Tensor) -> Tensor:
+    return ((words ^ 0x8000) - 0x8000).to(torch.int16)
+
+
+def _sorted(cell: Tensor, lane: Tensor, inputs: Tensor, values: Tensor, across: int, shape: tuple[int, int]) -> Values:
+    outputs, inputs = cell // across * OUTPUTS + lane, cell % across * INPUTS + inputs
+    for name, found, size in (("output", outputs, shape[0]), ("input", inputs, shape[1])):
+        if len(found) and int(found.max()) >= size:
+            raise ValueError(f"zipper: a value of the high part names {name} {int(found.max())} of {size}")
+    order = (outputs * shape[1] + inputs).argsort()
+    return Values(outputs[order], inputs[order], values[order])

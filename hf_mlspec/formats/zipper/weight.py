@@ -21,7 +21,7 @@ from ..planes import pack_planes, unpack_planes
 from ..weight import PlaneRows, require_float_matrix
 from . import codes as splitting
 from .codes import MODES, Split
-from .sparse import require_group
+from .sparse import MAX_INPUTS
 
 BLOCK = 32  # of inputs, in the kernels of the low part
 HIGH_PARTS = ("device", "host")
@@ -33,7 +33,7 @@ HEADER = 4  # integers of weight_split
 
 class ZipperParts(NamedTuple):
     """As on disk. In tiles (ops/zipper.py) the planes and scales are those of the low part, as bit-planes are, and
-    ``split`` goes on behind its four integers with the rows of the high part."""
+    ``split`` goes on behind its four integers with the cells of the high part."""
 
     planes: Tensor
     scale: Tensor
@@ -167,10 +167,11 @@ def to_codes(planes: Tensor) -> Tensor:
 
 
 def require_inputs(block: int, in_features: int) -> None:
-    """ValueError unless blocks of 32 divide ``in_features`` and its groups can be numbered."""
+    """ValueError unless blocks of 32 divide ``in_features`` and there are 2^20 at most."""
     if in_features % block:
         raise ValueError(
             f"in_features is {in_features}, zipper takes multiples of {block}: keep this layer in 16 bits with "
             "skip_modules"
         )
-    require_group(4, in_features)
+    if in_features > MAX_INPUTS:
+        raise ValueError(f"zipper: in_features is {in_features}, a high part has {MAX_INPUTS} inputs at most")

@@ -41,6 +41,14 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
     return model.to(device).eval(), read_tokenizer(path)
 
 
+def require_device(device: str) -> None:
+    """ValueError for one that this process cannot use."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def require_folder(path: str) -> None:
     """ValueError where ``path`` can only be a folder and there is none; a GGUF file passes."""
     if is_gguf(path):

@@ -26,8 +26,9 @@ def draft_router(target: nn.Module, config: SpeculationConfig, state: ModelState
             "one of them out, as with hf_mlspec.route(model, None)"
         )
     given = config.router
-    key, now = ("routed", id(given) if isinstance(given, Router) else str(given)), fingerprint(target)
+    which = id(given) if isinstance(given, Router) else str(given)
+    key, now = ("routed", which, config.router_every), fingerprint(target)
     kept = state.levels.get(key)
     if kept is None or kept[0] != now:
-        kept = state.levels[key] = now, read_router(target, given)
+        kept = state.levels[key] = now, read_router(target, given).choosing(config.router_every)
     return kept[1]

@@ -31,6 +31,7 @@ from ...calibration.rotation import rotate_ends, turned_inputs
 from ...calibration.samples import require_lengths
 from ...calibration.stream_order import stream_order
 from ...checkpoints.safetensors_file import checksums
+from ...engines.memory import out_of_memory
 from ...formats import options
 from ...formats.int4_int8 import OUTLIERS
 from ...nn.calibration import read_samples
@@ -85,7 +86,7 @@ def quantize(
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
     TypeError, ValueError, MemoryError and OSError before the first block for what cannot work; ValueError in a block
-    names it, and the model is then packed in part: load it again."""
+    names it, MemoryError says how far it got, and the model is then packed in part: load it again."""
     own = _own(format_options, clip_of(method) if activation_clip in (None, AUTO) else activation_clip)
     config = MLSpecConfig(format or format_of(method), group_size, symmetric, activation_bits, skip_modules, **own)
     plan = _planned(model, method, config, {"seed": seed, "damping": damping, "act_order": act_order,
@@ -205,7 +206,7 @@ def keep_in_cache(model: PreTrainedModel, config: MLSpecConfig) -> None:
 def _finished(
     model: PreTrainedModel, plan: Plan, record: dict[str, Any], folder: str | os.PathLike
 ) -> FinishedBlocks:
-    require_disk(model, folder)
+    require_disk(model, folder, plan)
     return FinishedBlocks(folder, _identity(model, plan, record))
 
 
@@ -214,18 +215,37 @@ def _run(
     model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
     finished: FinishedBlocks | None,
 ) -> list[LayerReport]:  # fmt: skip
-    training = model.training
+    training, blocks, done = model.training, len(blocks_of(model)), 0
     clear(model)  # what was compiled or cast from the dense weights
-    if plan.method.rotates and plan.method.reorders:
-        rotation = {**rotation, "residual": stream_order(model.eval(), rows)}
-    rotated = rotate_ends(model, **rotation)[1] if plan.method.rotates else None
-    bar = logging.tqdm(total=len(blocks_of(model)), desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
+    bar = logging.tqdm(total=blocks, desc=f"Calibrating {plan.method.word}", unit="block", leave=False)
+
+    def progress(index: int) -> None:
+        nonlocal done
+        done = index + 1
+        bar.update()
+
     try:
         with bar:
-            options = {"progress": lambda index: bar.update(), "rotated": rotated}
+            if plan.method.rotates and plan.method.reorders:
+                rotation = {**rotation, "residual": stream_order(model.eval(), rows)}
+            options = {"progress": progress,
+                       "rotated": rotate_ends(model, **rotation)[1] if plan.method.rotates else None}  # fmt: skip
             return calibrate(model.eval(), rows, plan, switch_of(config), finished, **options)
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or out_of_memory(error)):
+            raise
+        raise MemoryError(_exhausted(model.device, done, blocks, finished)) from error
     finally:
         model.train(training)
+
+
+def _exhausted(device: torch.device, done: int, blocks: int, finished: FinishedBlocks | None) -> str:
+    """What to do where a block needs more than is left: others took some, or the estimate was too small."""
+    what = f"no memory is left on {device} behind {done} of {blocks} blocks: free some"
+    if finished is None:
+        return f"{what} and load the model again, or give fewer samples or tokens"
+    return (f"{what} and repeat the call, which goes on behind the blocks in {str(finished.folder)!r}, or remove that "
+            "folder and give fewer samples or tokens")
 
 
 def given_rotations(file: str | os.PathLike | None) -> dict[str, Any]:
@@ -264,6 +284,7 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     own = own if not plan.row_scaled else {"activation_bits": plan.activation_bits, "format": plan.format,
                                           **plan.options}  # fmt: skip
     own |= {} if plan.activation_clip == 1 else {"activation_clip": plan.activation_clip}
+    own |= {} if model.device.type == "cpu" else {"device": model.device.type}  # sums there are in another order
     return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
 
 

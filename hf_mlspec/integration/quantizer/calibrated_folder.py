@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 from ...calibration.methods import method_for
 from ...calibration.needed import require_disk
 from ...precision import Precision
-from ..levels.load import read_model, read_tokenizer, require_folder
+from ..levels.load import read_model, read_tokenizer, require_device, require_folder
 from ..levels.resolve import clear
 from ..request import max_positions
 from ..scoring import token_logprobs
-from .calibrated import Calibrated, keep_in_cache, quantize
+from .calibrated import Calibrated, keep_in_cache, plan_of, quantize
+from .calibration_request import CHOICES, require_choices
 from .calibration_text import token_stream
 from .config import MLSpecConfig
 from .folder import Quantized, bits_per_packed_weight, copy_tokenizer, measure, require_free, require_wide
+from .learned_rotation import learn_rotation
 
 WINDOW = 1024  # tokens of a row whose perplexity is measured, where the model has as many positions
 
@@ -32,35 +34,49 @@ WINDOW = 1024  # tokens of a row whose perplexity is measured, where the model h
 class CalibratedFolder:
     """quantized: sizes and seconds. calibrated: layers, time, memory. perplexity: by precision, "before" the model's
     own; empty where none was asked for. evaluated: tokens whose chance was measured, which the first of a window has
-    none."""
+    none. learning_seconds: of a rotation, None where none was learned."""
 
     quantized: Quantized
     calibrated: Calibrated
     perplexity: dict[str, float]
     evaluated: int
+    learning_seconds: float | None = None
 
 
 def calibrate_folder(
     source: str, target: str, method: str, config: MLSpecConfig, *, calibration: str, evaluate: str | None = None,
     evaluate_tokens: int = 32768, max_shard_size: str = "5GB", dtype: str = "auto", overwrite: bool = False,
-    **options: Any,
+    device: str = "cpu", learn: bool = False, **options: Any,
 ) -> CalibratedFolder:  # fmt: skip
     """`quantize` the model in ``source`` and save it in ``target`` with its tokenizer.
 
     Finished blocks wait in ``target`` + ".blocks" until the model is saved; the same call goes on behind them.
     evaluate: a text file; perplexity of its first ``evaluate_tokens`` tokens, in windows that do not overlap, before
-    and at every precision of the packed model. options: of `quantize`. Raises as `quantize_folder` and `quantize`.
+    and at every precision of the packed model. device: where all of this is computed. learn: a rotation, on the same
+    samples, and write the file ``rotations``, unless it is there. options: of `quantize`. Raises as `quantize_folder`,
+    `quantize` and `learn_rotation`.
     """
-    chosen = method_for(method, config.format)
+    given = {name: options.get(name, own) for name, own in CHOICES.items()}
+    require_choices(method_for(method, config.format), **given)
+    _require_to_learn(learn, given["rotations"])
+    require_device(device)
     require_folder(source)
     require_free(source, target, overwrite)
     require_wide(source)
     tokenizer = read_tokenizer(source)
     ids = None if evaluate is None else token_stream(evaluate, tokenizer, evaluate_tokens)
     begin = time.perf_counter()
-    model = read_model(source, dtype).eval()
+    model = read_model(source, dtype).to(device).eval()
     folder = Path(f"{target.rstrip('/')}.blocks")
-    require_disk(model, folder, saved=True, unties=chosen.rotates)
+    learns = learn and not Path(options["rotations"]).exists()
+    plan = plan_of(model, method, config, **{**given, "rotations": None if learns else given["rotations"]})
+    require_disk(model, folder, plan, saved=True)
+    began = time.perf_counter()
+    if learns:
+        how = {name: options[name] for name in ("samples", "tokens", "seed") if name in options}
+        learn_rotation(model, options["rotations"], calibration=calibration, tokenizer=tokenizer,
+                       group_size=config.group_size, **how)  # fmt: skip
+    learning = time.perf_counter() - began if learns else None
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     keep_in_cache(model, config)
@@ -79,7 +95,13 @@ def calibrate_folder(
         format=config.format, bits_per_packed_weight=bits_per_packed_weight(model), **measure(model), kept=kept,
         copied=copied, quantize_seconds=done - begin, save_seconds=time.perf_counter() - done,
     )  # fmt: skip
-    return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows))
+    return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows), learning)
+
+
+def _require_to_learn(learn: bool, file: str | None) -> None:
+    """ValueError where nobody says where a rotation goes."""
+    if learn and file is None:
+        raise ValueError("learn writes the file of a rotation: name it, rotations='R.bin'")
 
 
 def _precisions(model: PreTrainedModel) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ...formats import FORMATS, Format, cache_format, format_named, options
 from ...nn.switch import require_activation_bits, require_activation_clip
 from ...nn.transforms import NONE, transform_named
 from ...routing.plane_budget import TOP_PLANES, asked_to_stream
+from ...routing.router import require_every
 from .calibration_request import AUTO, OPTIONS, requested, steps_of
 from .source_config import SourceConfig
 
@@ -70,6 +71,8 @@ class MLSpecConfig(QuantizationConfigMixin):
 
     router: planes only: a file of `mlspec route train`: in generate, each prompt picks how many planes each block
         reads for it (docs/guide/routing.md). It is saved with the model, as router.safetensors, and loaded with it.
+    router_every: "prompt", the router chooses once for a prompt and what follows; "step", once more for each token
+        behind the prompt; None: as the router was trained. It is saved in the router's file.
     plane_budget, top_planes, plane_folder: planes only: as of `hf_mlspec.stream_planes`, which is called on the loaded
         model. They are about this machine, so they are not saved; a packed folder refuses them by the name of the
         config's class: call `hf_mlspec.stream_planes` on what it loads to.
@@ -113,14 +116,13 @@ class MLSpecConfig(QuantizationConfigMixin):
         rule: str = "ocp_floor", codebook: str = "lloyd_max",
         num_planes: int | str = 8,
         modules_to_not_convert: list[str] | None = None,
-        format_version: int = FORMAT_VERSION,
-        quant_method: str = QUANT_METHOD,
+        format_version: int = FORMAT_VERSION, quant_method: str = QUANT_METHOD,
         transform: str = NONE.word, kv_cache: str | None = None,
         router: str | os.PathLike | None = None, calibration: Any = None,
         activation_clip: float | str | None = None, *,
         plane_budget: int | str | None = None, top_planes: int = TOP_PLANES, plane_folder: Any = None,
         method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
-        **others: Any,
+        router_every: str | None = None, **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
         method = steps_of(method, format, smoothing, rotation, asked)
@@ -135,6 +137,7 @@ class MLSpecConfig(QuantizationConfigMixin):
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
         self.activation_clip, self.router = _clip_of(activation_clip, record, method), _require_router(router, record)
+        self.router_every = _require_every(router_every, router)
         self.streaming = asked_to_stream(plane_budget, top_planes, plane_folder, record is _PLANES)
         self.transform = transform_named(transform).word
         for name, option in options().items():
@@ -183,7 +186,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted |= {name for name in ("router", "calibration", "skip_modules") if getattr(self, name) is None}
         omitted |= {"activation_clip"} if self.activation_clip in (None, 1) else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
-        omitted |= {"request", "streaming"}
+        omitted |= {"request", "streaming", "router_every"}
         told = {} if self.request is None else self.request.told()
         return told | {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in omitted}
 
@@ -268,6 +271,13 @@ def _planes_of(record: Format | None, num_planes: int | str, others: dict[str, A
     if num_planes not in (options()["num_planes"].default, bits):
         raise ValueError(f"MLSpecConfig: bits is {bits!r} and num_planes {num_planes!r}: give one of them")
     return bits
+
+
+def _require_every(every: str | None, router: Any) -> str | None:
+    """``every``; ValueError for another word, and without a router."""
+    if every is not None and require_every(every, "router_every") and router is None:
+        raise ValueError(f"router_every is {every!r} and there is no router: name its file, router=FILE")
+    return every
 
 
 def _require_router(router: Any, record: Format | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ...routing.router import Router
 from ..dtype import dtype_named
 from ..request import head_size
 from ..routed import ROUTER_FILE, check_router, read_router, stored_router
-from ..streamed import device_of_map, stream_planes
+from ..streamed import AUTO, device_of_map, shared_out, stream_planes
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
@@ -66,7 +67,9 @@ class MLSpecQuantizer(PackedQuantizer):
         self._samples: list[torch.Tensor] = []
         self._checked = False
         self._folder: Path | None = None
-        self._device: Any = None  # where planes are streamed to
+        self._device: Any = None  # where planes are streamed to,
+        self._streaming = self.quantization_config.streaming  # and how
+        self._model: PreTrainedModel | None = None  # while its device map is sought
         self.router: Router | None = None  # of bit-planes: integration/routed.py
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -77,10 +80,20 @@ class MLSpecQuantizer(PackedQuantizer):
 
     def update_device_map(self, device_map: Any) -> Any:
         """A model whose planes are streamed is loaded to the CPU, and goes to its device layer by layer."""
-        if self.quantization_config.streaming is None:
+        if self._streaming is None:
             return device_map
         self._device = device_of_map(device_map)
-        return None if device_map is None else {"": torch.device("cpu")}
+        return device_map if device_map in (None, AUTO) else {"": torch.device("cpu")}
+
+    def adjust_max_memory(self, max_memory: dict[str, int | str]) -> dict[str, int | str]:
+        """What accelerate fills of a model with device_map="auto": where planes are to be streamed, the CPU first."""
+        if self._model is None:
+            return max_memory
+        found, self._model = shared_out(self._model, max_memory, self._streaming), None
+        if found is None:
+            return max_memory
+        self._device, self._streaming = found
+        return {"cpu": sys.maxsize}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """For device maps: an unquantized tensor is freed as soon as it is quantized."""
@@ -117,6 +130,7 @@ class MLSpecQuantizer(PackedQuantizer):
             require_nestable(model, self.quantization_config)
         else:
             self._prepare_to_quantize(model, checkpoint)
+        self._model = model
         if self.quantization_config.router is not None:
             self._folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
             check_router(model, self._router_path(model))
@@ -168,6 +182,7 @@ class MLSpecQuantizer(PackedQuantizer):
         self._quantize = QuantizeTensor(config, len(sources))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self._model = None
         if self.quantization_config.record is None:
             return model
         if self.quantization_config.request is not None:
@@ -195,9 +210,10 @@ class MLSpecQuantizer(PackedQuantizer):
         elif self._nests:
             nest_loaded(model, self.quantization_config)
         if self.quantization_config.router is not None:
-            self.router = read_router(model, self._router_path(model))
+            every = self.quantization_config.router_every
+            self.router = read_router(model, self._router_path(model)).choosing(every)
             self.quantization_config.router = ROUTER_FILE  # its name wherever the model is saved
-        if (streaming := self.quantization_config.streaming) is not None:
+        if (streaming := self._streaming) is not None:
             how = {"top_planes": streaming.top_planes, "folder": streaming.folder, "device": self._device}
             stream_planes(model, streaming.budget, **how)
         model.add_model_tags([QUANT_METHOD, self.quantization_config.format])

@@ -21,7 +21,7 @@ from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
-from .reading import Reading, by_length, kept_of, read
+from .reading import Reading, by_length, kept_of
 from .report import tell, tell_steps, told
 from .rounds import NoRoom
 from .state import Noise
@@ -248,7 +248,7 @@ class CapturedRounds:
         held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
         beside = [numbers[r] in self.begun and have == len(rows[r]) - 1 for r, have in zip(order, held, strict=True)]
         self.steps.join(len(rows), any(beside))
-        read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
+        self.chain.read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
 
     def _end(self, r: int) -> int:
         """The length row r may reach in the chain as it is now."""

@@ -21,10 +21,12 @@ from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
 from ...nn.state import say_once, state_of
 from ...ops.attention_plain import FIRST_SLOTS
+from ..draft import Rows
 from ..plans import Plan, off
 from ..search import Choice
 from .graphs import RoundGraphs
 from .program import Level, RoundLevel, RoundProgram, repeats_of
+from .prompts import PromptGraphs, read
 from .state import RoundState
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -42,12 +44,12 @@ class CapturedChain:
     planned: a controller chooses the program of every round; `program` is then that of the target alone. seen: slots
     that a draft window leaves in view, and plans have every level twice (`plans.Choices`); 0: there is none. single:
     one step of the target, for the last tokens of a call and the first ones of a stream's rows. sampled, warp,
-    divided: as of `RoundProgram`.
+    divided: as of `RoundProgram`. streams: rows join again and again.
     """
 
     def __init__(self, levels: list[Level], key: tuple, batch: int, slots: int, *, sampled: bool = False,
                  warp: Callable[[Tensor], Tensor] | None = None, divided: bool = False, script_rounds: int = 0,
-                 planned: bool = False, seen: int = 0):
+                 planned: bool = False, seen: int = 0, streams: bool = False):
         self.levels, self.key, self.batch, self.slots = levels, key, batch, slots
         self.script_rounds, self.planned, self.seen = script_rounds, planned, seen
         self._sampling = sampled, warp, divided
@@ -67,6 +69,7 @@ class CapturedChain:
         self.lock, self.holder, self.dropped = threading.Lock(), 0, False
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
+        self._prompts = {id(one): PromptGraphs(one) for one in self.with_models if streams and one.own_cache}
 
     @property
     def with_models(self) -> list[RoundLevel]:
@@ -106,6 +109,13 @@ class CapturedChain:
     def captured_plans(self, batch: int) -> list[Plan]:
         """Plans whose rounds of so many rows can be launched at once."""
         return [plan for plan, program in self._programs.items() if self.graphs.has(program, batch)]
+
+    def read(self, level: RoundLevel, places: list[int], rows: Rows, cached: list[int], window: int = 0) -> int:
+        """As `prompts.read`, or by one replay."""
+        if (graphs := self._prompts.get(id(level))) is None:
+            return read(level, places, rows, cached, window)
+        of_layer = self.step_seconds / self.levels[0].decoder.num_layers
+        return graphs.read(level, places, rows, cached, window, of_layer, self.graphs)
 
     def fits(self, batch: int, slots: int) -> bool:
         """Whether that many rows of that many tokens have room, on the weights of today."""
@@ -201,7 +211,7 @@ def borrowed(
     def build(batch: int, slots: int) -> CapturedChain:
         own = [replace(level) for level in levels]  # the caches of a failed attempt go with it
         return CapturedChain(own, key, batch, slots, sampled=sampled, warp=warp, divided=divided, planned=planned,
-                             seen=seen)
+                             seen=seen, streams=stream_of > 0)
 
     chain = _locked(models, key, bucket_of(rows), up_to_growth(slots), build, stream_of)
     if chain is None:

@@ -57,8 +57,12 @@ class RoundGraphs:
 
     def seconds_to_capture(self, program: RoundProgram) -> float:
         """What a graph of this program is expected to take."""
+        return self.seconds_of_layers(program.layers)
+
+    def seconds_of_layers(self, layers: int) -> float:
+        """What a graph of so many layers is expected to take."""
         known = self.capture_seconds / self.captured_layers if self.captured_layers else _CAPTURE_OF_A_LAYER
-        return known * program.layers
+        return known * layers
 
     def capture(self, program: RoundProgram, batch: int) -> None:
         """Have a graph for `batch` rows; none of them moves. torch.OutOfMemoryError where it does not fit."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...engines.cuda.engine import prefill
 from ..draft import Drafter, Rows
 from .beginning import Beginnings, engine_of, put
 from .chain import CapturedChain
@@ -78,7 +77,7 @@ class Reading:
                 behind.sort(key=lambda r: places[r])
                 lines, cached = [rows[r][:-1] for r in behind], [held[r] for r in behind]
                 view = [places[r] for r in behind], lines, cached, program.windows[depth]
-                self.drafters[index].stats.forwards += read(level, *view)
+                self.drafters[index].stats.forwards += self.chain.read(level, *view)
                 late = True
         return late
 
@@ -90,23 +89,6 @@ class Reading:
                 if len(row) + depth < end(r):  # each level leaves a token for the one above: else it drafts nothing
                     held[r] = len(row)
         self._last = [program.active] * len(rows)
-
-
-def read(level: RoundLevel, places: list[int], rows: Rows, cached: list[int], draft_window: int = 0) -> int:
-    """Write keys and values of the rows, but the first cached[r] tokens of each, into rising places, tokens seeing
-    what the window leaves; -> steps run."""
-    steps, first = 0, 0
-    if level.states is not None:
-        level.states.forget([place for place, held in zip(places, cached, strict=True) if held == 0])
-    while first < len(rows):
-        last = first + 1
-        while last < len(rows) and places[last] == places[last - 1] + 1:
-            last += 1
-        kv = level.kv[:, :, places[first] : places[last - 1] + 1]
-        states = None if level.states is None else level.states.part(places[first], places[last - 1] + 1)
-        steps += prefill(level.decoder, kv, rows[first:last], cached[first:last], level.bits, draft_window, states)
-        first = last
-    return steps
 
 
 def kept_of(level: RoundLevel, common: Sequence[int], rows: Rows) -> list[int]:

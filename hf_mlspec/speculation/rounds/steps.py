@@ -18,11 +18,13 @@ class Steps:
     get their first token from a round of one step, where they wait so much less that it outweighs one wait more of all
     rows for the host, or where one was read beside the others: these waited for it to join, and are not to wait for a
     whole round behind that. Of a stream, which tells tokens as they come. joined: rows that did since the last launch;
-    read: whether all was read of one of them before.
+    read: whether all was read of one of them before. Where processes share the target no clock is
+    asked: theirs differ.
     """
 
     def __init__(self, chain: CapturedChain):
         self.chain, self.soon, self.joined, self.read = chain, False, 0, False
+        self._is_shared = chain.levels[0].decoder.ranks is not None
         self._host = 0.0  # seconds that the host had to do between two rounds, where no row joined
         self._since: float | None = None  # when the last round had ended; None: rows joined since, or there was none
 
@@ -55,7 +57,8 @@ class Steps:
         if saved <= 0 or chain.graphs.has(single, bucket):
             return single if saved > 0 else program
         chain.idle_seconds += saved
-        if chain.idle_seconds < (price := chain.graphs.seconds_to_capture(single)):
+        price = 0.0 if self._is_shared else chain.graphs.seconds_to_capture(single)
+        if chain.idle_seconds < price:
             return program
         chain.idle_seconds -= price
         return single if capture(single, bucket) else program
@@ -66,7 +69,7 @@ class Steps:
         step = self.chain.step_seconds
         if left < program.steps:
             return (program.steps - left) * max(step, _SOME)
-        if not self.soon or not self.joined:
+        if not self.soon or not self.joined or self._is_shared:
             return 0.0
         if self.read:
             return (program.steps - 1) * max(step, _SOME)

@@ -25,8 +25,8 @@ using mlspec::storage_dtype, mlspec::as_tensor;
 using Ints = std::vector<int64_t>;
 using MaybeTensor = std::optional<Tensor>;
 
-// What a call computes, or OutOfMemoryError naming the call and what there is no memory for, RuntimeError where streamed planes
-// could not be had. The decoder stays as it was.
+// What a call computes, or OutOfMemoryError naming the call and what there is no memory for, RuntimeError where a pass
+// failed. The decoder stays as it was.
 template <class Compute>
 auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute&& compute) {
   try {
@@ -34,8 +34,8 @@ auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute
   } catch (const std::bad_alloc&) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, call, ": no memory for the activations of ", tokens.size(), " tokens in ",
                      counts.size(), " rows: pass fewer tokens or rows at a time, or free what else is in memory");
-  } catch (const mlspec::PlanesMissing& missing) {
-    TORCH_CHECK(false, call, ": ", missing.what());
+  } catch (const mlspec::PassFailed& failed) {
+    TORCH_CHECK(false, call, ": ", failed.what());
   }
 }
 
@@ -288,6 +288,15 @@ class DecoderObject : public torch::CustomClassHolder {
                        reinterpret_cast<decltype(mlspec::PlaneReader::end)>(end)};
   }
 
+  // Addresses of C functions, bool(float* data, int64 count) and bool(const float* part, int64 rows, int64 width, float* whole), that live
+  // as long as the decoder: mlspec::Ranks. Before the head.
+  void set_ranks(int64_t count, int64_t sum, int64_t gather) {
+    TORCH_CHECK_VALUE(count > 1 && sum && gather && !decoder_.head.weight,
+                      "set_ranks takes 2 or more processes and two functions, before the head; got ", count);
+    decoder_.ranks = {reinterpret_cast<decltype(mlspec::Ranks::sum)>(sum), reinterpret_cast<decltype(mlspec::Ranks::gather)>(gather),
+                      count};
+  }
+
   // Of the linear `name`, which was set before: column i of its weight multiplies element order[i] of the input. int32 [columns].
   // Where another linear of the layer has an equal one it is that one: which linears share their inputs, addresses tell.
   void set_order(const std::string& name, const Tensor& order) {
@@ -380,18 +389,19 @@ class DecoderObject : public torch::CustomClassHolder {
     return scored("score_routed", level, tokens, counts, starts, kept, want_confidence, want_logits);
   }
 
-  // Feeds one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0 of
-  // the other rows. -> widths of all blocks
-  Ints choose_widths(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts, const Ints& kept,
-                     int64_t draft_window, int64_t choose) {
+  // score of one row in one pass, in which `choose` (mlspec::ChooseWidth, an address) picks the planes of each block. counts, kept: 0
+  // of the other rows. -> what score gives, widths of all blocks
+  std::tuple<Tensor, Tensor, Tensor, Ints> score_choosing(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                                          const Ints& kept, bool want_confidence, bool want_logits,
+                                                          int64_t draft_window, int64_t choose) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {}, draft_window);
     const auto fed = std::count_if(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
-    TORCH_CHECK_VALUE(choose && fed == 1, "choose_widths feeds one row, with an address of who picks; got ", fed, " rows");
+    TORCH_CHECK_VALUE(choose && fed == 1, "score_choosing feeds one row, with an address of who picks; got ", fed, " rows");
     mlspec::check_widths(decoder_, Ints(2 * decoder_.layers.size(), 1));
     level.choose = reinterpret_cast<mlspec::ChooseWidth>(choose);
-    scored("choose_widths", level, tokens, counts, starts, kept, false, false);
-    return level.widths;
+    const auto found = scored("score_choosing", level, tokens, counts, starts, kept, want_confidence, want_logits);
+    return std::tuple_cat(found, std::make_tuple(level.widths));
   }
 
   // -> drafted tokens per row, forward passes, seconds in them
@@ -487,7 +497,7 @@ class DecoderObject : public torch::CustomClassHolder {
     if (name.rfind("delta_", 0) == 0) {
       mlspec::check_delta_place(name, decoder_.delta, decoder_.shape.hidden, linear.in_features, linear.out_features);
     } else {
-      mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features);
+      mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features, decoder_.ranks.count);
     }
     linear.bias = floats(bias, name + ".bias", linear.out_features);
     linear.block = mlspec::block_of(name, decoder_.layers.size());
@@ -560,6 +570,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_zipper", &DecoderObject::set_zipper)
       .def("set_outliers", &DecoderObject::set_outliers)
       .def("set_plane_reader", &DecoderObject::set_plane_reader)
+      .def("set_ranks", &DecoderObject::set_ranks)
       .def("set_streamed", &DecoderObject::set_streamed)
       .def("set_order", &DecoderObject::set_order)
       .def("set_activation_clip", &DecoderObject::set_activation_clip)
@@ -570,7 +581,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)
       .def("score_routed", &DecoderObject::score_routed)
-      .def("choose_widths", &DecoderObject::choose_widths)
+      .def("score_choosing", &DecoderObject::score_choosing)
       .def("draft", &DecoderObject::draft)
       .def("draft_checked", &DecoderObject::draft_checked);
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "decoder_tensors.h"
+#include "../zipper_places.h"
 #include "planes.h"
 
 namespace mlspec {
@@ -90,11 +91,10 @@ inline Linear lut_linear(const std::string& name, const at::Tensor& planes, cons
   return linear;
 }
 
-// The low part, planes or the tiles of int4, with the row's scale in every group; high int32 [4 + out + out + 1 + terms] as ops/zipper.py has it. The
-// terms are trusted: prepack_zipper made them.
+// The low part, planes or the tiles of int4, with the row's scale in every group; high int32 as ops/zipper.py has it.
+// The words are trusted: prepack_zipper made them.
 inline Linear zipper_linear(const std::string& name, const at::Tensor& low, const at::Tensor& scale, const at::Tensor& high,
                             int64_t in, int64_t out, int64_t group) {
-  constexpr int64_t kHeader = 4;
   Linear linear;
   if (low.dim() == 4) {
     linear = planes_linear(name, low, scale, in, out, group, int64_t(1) << low.size(0));
@@ -104,15 +104,17 @@ inline Linear zipper_linear(const std::string& name, const at::Tensor& low, cons
     check_weight(name, linear, low, scale, std::nullopt);
     linear.weight = low.const_data_ptr(), linear.scale = scale.const_data_ptr();
   }
-  TORCH_CHECK_VALUE(high.dim() == 1 && high.size(0) >= kHeader + 2 * out + 1, name, ".high has shape ", high.sizes(),
-                    ", expected [", kHeader, " + 2 * ", out, " + 1 + terms]");
   check_plain(high, name + ".high", at::kInt, {high.size(0)});
-  const int32_t* const numbers = high.const_data_ptr<int32_t>() + kHeader;
   linear.format = WeightFormat::kZipper;
-  linear.high = {reinterpret_cast<const float*>(numbers), numbers + out, numbers + 2 * out + 1};
-  const int64_t terms = high.size(0) - kHeader - 2 * out - 1;
-  TORCH_CHECK_VALUE(linear.high.starts[0] == 0 && linear.high.starts[out] == terms, name, ".high has ", terms,
-                    " terms, its rows end at ", linear.high.starts[out]);
+  const ZipperPlaces places(in, out);
+  TORCH_CHECK_VALUE(high.dim() == 1 && high.size(0) >= places.words, name, ".high has shape ", high.sizes(), ", expected [",
+                    places.words, " + words]");
+  const int32_t* const numbers = high.const_data_ptr<int32_t>();
+  linear.high = {reinterpret_cast<const float*>(numbers + places.step), numbers + places.starts,
+                 reinterpret_cast<const int16_t*>(numbers + places.words)};
+  const int64_t slots = (high.size(0) - places.words) * 2 / MLSPEC_ZIPPER_OUTPUTS;
+  TORCH_CHECK_VALUE(linear.high.starts[0] == 0 && linear.high.starts[places.cells] == slots, name, ".high has ", slots,
+                    " slots, its cells end at ", linear.high.starts[places.cells]);
   return linear;
 }
 

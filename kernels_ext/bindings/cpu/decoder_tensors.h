@@ -34,7 +34,8 @@ inline void check_plain(const at::Tensor& tensor, const std::string& what, at::S
 }
 
 // in and out are what the buffers of a pass have room for.
-inline void check_place(const std::string& name, const DecoderShape& s, int64_t in, int64_t out) {
+// ranks: processes that share the decoder; each has all outputs of the head, or as many as the others.
+inline void check_place(const std::string& name, const DecoderShape& s, int64_t in, int64_t out, int64_t ranks) {
   const int64_t queries = s.heads * s.head_dim, keys = s.kv_heads * s.head_dim;
   if (name.rfind("shared_", 0) == 0) {  // of a width of its own, which check_experts looks at
     const bool down = name == "shared_down";
@@ -45,7 +46,7 @@ inline void check_place(const std::string& name, const DecoderShape& s, int64_t 
   const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
   const int64_t gated = s.gated_heads ? 2 : 1;
   const int64_t outputs = !from_hidden    ? s.hidden
-                          : name == "head" ? s.vocab
+                          : name == "head" ? (out * ranks == s.vocab ? out : s.vocab)
                           : name == "q"    ? gated * queries + (s.grouped_qkv ? 2 * keys : 0)
                           : name == "k" || name == "v" ? keys
                                                        : s.intermediate;

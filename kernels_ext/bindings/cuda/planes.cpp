@@ -1,11 +1,15 @@
 // How do the kernels of bit-planes on GPUs meet torch? Check the operands, choose Hopper's kernels or those for every GPU,
 // enqueue. The schema is that of hf_mlspec/ops/planes, tiles are drawn in hf_mlspec/ops/planes/tiles_cuda.py.
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "linear.h"
+#include "row_checks.h"
 #include "../../cuda/planes/planes_linear.h"
+#include "../../cuda/rows/choose_planes.h"
 
 namespace {
 
@@ -13,10 +17,12 @@ using namespace mlspec;
 using at::Tensor;
 
 #if MLSPEC_HOPPER
-constexpr LinearKernel kHopper = mlspec_cuda_bitplane_linear;
+constexpr LinearKernel kHopper = mlspec_cuda_bitplane_linear, kHopperChosen = mlspec_cuda_bitplane_chosen;
 #else
-constexpr LinearKernel kHopper = nullptr;
+constexpr LinearKernel kHopper = nullptr, kHopperChosen = nullptr;
 #endif
+
+const char* no_portable_chosen(const mlspec_cuda_linear*) { return "planes that the device counts are multiplied on Hopper alone"; }
 
 // plane_tiles, whose scale_tiles tell in_features, and how many planes they store.
 mlspec_cuda_linear check_planes(const char* op, const Tensor& tiles, const Tensor& scale_tiles, int64_t out, int64_t group) {
@@ -119,6 +125,96 @@ Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& s
   return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, {group_size, zero_doubled, num_planes, 0, 0, true});
 }
 
+Tensor bitplane_chosen(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, const Tensor& widths, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled) {
+  constexpr const char* op = "bitplane_chosen";
+  check_one_of(op, "group_size", group_size, kGroupSizes);
+  mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
+  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, least_zero = stored == kMaxPlanes ? 254 : 0;
+  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
+                    stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
+  const int64_t tokens = args.in_features ? x.numel() / args.in_features : 0, count = widths.dim() == 1 ? widths.size(0) : -1;
+  TORCH_CHECK_VALUE(count == 1 || count == tokens, op, ": widths has shape ", widths.sizes(), ", expected [1], or [", tokens,
+                    "], one for each token");
+  check_vector(op, "widths", widths, count, "x", x);
+  args.num_planes = static_cast<int32_t>(stored);
+  args.zero_doubled = static_cast<int32_t>(zero_doubled);
+  args.widths = widths.const_data_ptr<int32_t>();
+  args.num_widths = count;
+  return multiply(CudaCall(op, x), {op, args, kHopperChosen, no_portable_chosen, true}, x, bias);
+}
+
+// A router's MLP, as hf_mlspec/ops/planes/choosing.py says.
+mlspec_cuda_choose_planes check_router(const char* op, const Tensor& x, const Tensor& means, const Tensor& inner, const Tensor& inner_bias,
+                                       const Tensor& outer, const Tensor& outer_bias, const Tensor& candidates, const Tensor& arrived) {
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(0) > 0, op, ": x has shape ", x.sizes(), ", expected [tokens, width]");
+  TORCH_CHECK_VALUE(inner.dim() == 2 && outer.dim() == 2, op, ": inner and outer have shapes ", inner.sizes(), " and ", outer.sizes(),
+                    ", expected [hidden, width] and [candidates, hidden]");
+  const int64_t width = x.size(1), hidden = inner.size(0), choices = outer.size(0);
+  std::vector<int64_t> of_rows{width};  // of one row, or of every one
+  if (means.dim() == 2) of_rows.insert(of_rows.begin(), means.size(0));
+  check_part(op, "means", means, at::kFloat, of_rows, "x", x);
+  check_part(op, "inner", inner, at::kFloat, {hidden, width}, "x", x);
+  check_part(op, "inner_bias", inner_bias, at::kFloat, {hidden}, "x", x);
+  check_part(op, "outer", outer, at::kFloat, {choices, hidden}, "x", x);
+  check_part(op, "outer_bias", outer_bias, at::kFloat, {choices}, "x", x);
+  check_vector(op, "candidates", candidates, choices, "x", x);
+  check_vector(op, "arrived", arrived, arrived.numel(), "x", x);
+  mlspec_cuda_choose_planes args{};
+  args.means = means.mutable_data_ptr<float>();
+  args.inner = inner.const_data_ptr<float>(), args.inner_bias = inner_bias.const_data_ptr<float>();
+  args.outer = outer.const_data_ptr<float>(), args.outer_bias = outer_bias.const_data_ptr<float>();
+  args.candidates = candidates.const_data_ptr<int32_t>();
+  args.arrived = arrived.mutable_data_ptr<int32_t>();
+  args.n = x.size(0), args.width = width, args.batch = 1;
+  args.hidden = static_cast<int32_t>(hidden), args.num_candidates = static_cast<int32_t>(choices);
+  const int64_t counters = means.dim() == 2 ? args.n : mlspec_cuda_choose_planes_groups(&args) + 1;
+  TORCH_CHECK_VALUE(arrived.numel() >= counters, op, ": arrived has ", arrived.numel(), " numbers, ", counters, " are needed");
+  return args;
+}
+
+Tensor choose(const CudaCall& call, mlspec_cuda_choose_planes args, const Tensor& x, Tensor& failed, int64_t count) {
+  const Tensor rows = dense(x), widths = at::empty({count}, x.options().dtype(at::kInt));
+  args.x = rows.const_data_ptr();
+  args.widths = widths.mutable_data_ptr<int32_t>();
+  args.failed = failed.mutable_data_ptr<int32_t>();
+  const Tensor partial = at::empty({mlspec_cuda_choose_planes_room(&args)}, x.options().dtype(at::kFloat));
+  args.partial = partial.mutable_data_ptr<float>();
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_choose_widths(&args, &launch));
+  return widths;
+}
+
+Tensor choose_of_prompt(const Tensor& x, Tensor& mean, const Tensor& inner, const Tensor& inner_bias, const Tensor& outer,
+                        const Tensor& outer_bias, const Tensor& candidates, Tensor& failed, Tensor& arrived) {
+  constexpr const char* op = "choose_of_prompt";
+  const mlspec_cuda_choose_planes args = check_router(op, x, mean, inner, inner_bias, outer, outer_bias, candidates, arrived);
+  TORCH_CHECK_VALUE(mean.dim() == 1, op, ": mean has shape ", mean.sizes(), ", expected [width]");
+  check_vector(op, "failed", failed, 1, "x", x);
+  return choose(CudaCall(op, x), args, x, failed, 1);
+}
+
+Tensor choose_of_steps(const Tensor& x, const Tensor& starts, const Tensor& lengths, const Tensor& known, const Tensor& means,
+                       const Tensor& inner, const Tensor& inner_bias, const Tensor& outer, const Tensor& outer_bias,
+                       const Tensor& candidates, Tensor& failed, Tensor& arrived, double share) {
+  constexpr const char* op = "choose_of_steps";
+  mlspec_cuda_choose_planes args = check_router(op, x, means, inner, inner_bias, outer, outer_bias, candidates, arrived);
+  TORCH_CHECK_VALUE(means.dim() == 2 && means.size(0) > 0 && x.size(0) % means.size(0) == 0, op, ": means has shape ", means.sizes(),
+                    " and x ", x.sizes(), ", expected [rows, width] and as many tokens of every row");
+  const int64_t batch = means.size(0);
+  check_vector(op, "starts", starts, batch, "x", x);
+  check_vector(op, "lengths", lengths, batch, "x", x);
+  check_vector(op, "known", known, batch, "x", x);
+  check_vector(op, "failed", failed, 1, "x", x);
+  args.batch = batch;
+  args.starts = starts.const_data_ptr<int32_t>(), args.lengths = lengths.const_data_ptr<int32_t>();
+  args.known = known.const_data_ptr<int32_t>();
+  args.share = static_cast<float>(share);
+  return choose(CudaCall(op, x), args, x, failed, x.size(0));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
@@ -126,4 +222,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("bitplane_part", bitplane_part);
   m.impl("bitplane_apart", bitplane_apart);
   m.impl("bitplane_sums", bitplane_sums);
+  m.impl("bitplane_chosen", bitplane_chosen);
+  m.impl("choose_of_prompt", choose_of_prompt);
+  m.impl("choose_of_steps", choose_of_steps);
 }

@@ -130,6 +130,35 @@ Tensor ordered_rows(const Tensor& x, const Tensor& order) {
   return out;
 }
 
+Tensor low_rank_added(const Tensor& y, const Tensor& x, const Tensor& down, const Tensor& up, const Tensor& first) {
+  constexpr const char* op = "low_rank_added";
+  constexpr int64_t kMostRows = 8 * 65535;  // eight a block of a grid
+  check_bf16(op, "y", y);
+  check_bf16(op, "x", x);
+  TORCH_CHECK_VALUE(y.dim() == 2, op, ": y has shape ", y.sizes(), ", expected [n, out]");
+  TORCH_CHECK_VALUE(down.dim() == 2 && down.size(0) > 0, op, ": down has shape ", down.sizes(), ", expected [ranks, in]");
+  TORCH_CHECK_VALUE(up.dim() == 2 && up.size(0) > 0, op, ": up has shape ", up.sizes(), ", expected [rank, out]");
+  const int64_t n = y.size(0), outputs = y.size(1), inputs = down.size(1);
+  check_shape(op, "x", x, {n, inputs});
+  check_device(op, "x", x, "y", y);
+  check_part(op, "down", down, at::kFloat, {down.size(0), inputs}, "y", y);
+  check_part(op, "up", up, at::kFloat, {up.size(0), outputs}, "y", y, 4);
+  check_vector(op, "first", first, outputs, "y", y);
+  TORCH_CHECK_VALUE(inputs % 8 == 0, op, ": x has ", inputs, " columns, the CUDA kernels take multiples of 8");
+  TORCH_CHECK_VALUE(n <= kMostRows, op, ": ", n, " rows, expected up to ", kMostRows);
+  const CudaCall call(op, y);
+  Tensor out = at::empty(y.sizes(), y.options());
+  if (out.numel() == 0) return out;
+  Tensor between = at::empty({n, down.size(0)}, down.options());
+  const Tensor rows = dense(x), base = dense(y);
+  const mlspec_cuda_low_rank args = {rows.const_data_ptr(), base.const_data_ptr(), down.const_data_ptr<float>(), up.const_data_ptr<float>(),
+                                     first.const_data_ptr<int32_t>(), between.mutable_data_ptr<float>(), out.mutable_data_ptr(),
+                                     n, inputs, outputs, down.size(0), up.size(0)};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_low_rank_added(&args, &launch));
+  return out;
+}
+
 Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
   constexpr const char* op = "embed_rows";
   check_dtype(op, "ids", ids, at::kInt);
@@ -239,6 +268,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("gated", gated);
   m.impl("gated_in_order", gated_in_order);
   m.impl("gated_pairs", gated_pairs);
+  m.impl("low_rank_added", low_rank_added);
   m.impl("ordered_rows", ordered_rows);
   m.impl("hadamard_rows", hadamard_rows);
   m.impl("gated_hadamard", gated_hadamard);

@@ -7,18 +7,19 @@
 #include <vector>
 
 #include "row_checks.h"
+#include "../zipper_places.h"
 #include "../../cuda/zipper/zipper_high.h"
 
 namespace {
 
 using namespace mlspec;
 
-constexpr int64_t kHeader = 4, kGroup = 4;  // integers in front of the rows; inputs of a term's group
+constexpr int64_t kBlock = 32;  // a multiple of so many inputs
 
 void check_operands(const char* op, const Tensor& x, const Tensor& low, const Tensor& high, const Maybe& bias) {
   float_dtype(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) % kGroup == 0, op, ": x has shape ", x.sizes(), ", tables are made of groups of ", kGroup,
-                    " inputs");
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) % kBlock == 0, op, ": x has shape ", x.sizes(), ", a high part has multiples of ",
+                    kBlock, " inputs");
   const int64_t out = low.dim() ? low.size(-1) : 0;
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = out;
@@ -32,12 +33,15 @@ void check_operands(const char* op, const Tensor& x, const Tensor& low, const Te
   check_device(op, "bias", *bias, "x", x);
 }
 
-// The rows of one weight of so many outputs, from integer `begin` of `high` on, which ends before `end`.
-mlspec_cuda_zipper_rows rows_of(const char* op, const Tensor& high, int64_t first_output, int64_t outputs, int64_t begin, int64_t end) {
-  TORCH_CHECK_VALUE(begin >= 0 && outputs >= 0 && end <= high.numel() && begin + kHeader + 2 * outputs + 1 <= end, op,
-                    ": high has shape ", high.sizes(), ", expected [", kHeader, " + 2 * ", outputs, " + 1 + terms] from prepack_zipper");
-  const int32_t* const numbers = high.const_data_ptr<int32_t>() + begin + kHeader;
-  return {first_output, reinterpret_cast<const float*>(numbers), numbers + outputs, numbers + 2 * outputs + 1};
+// The cells of one weight of so many outputs, from integer `begin` of `high` on, which ends before `end`.
+mlspec_cuda_zipper_cells cells_of(const char* op, const Tensor& high, int64_t in, int64_t first_output, int64_t outputs, int64_t begin,
+                                  int64_t end) {
+  const ZipperPlaces places(in, outputs);
+  TORCH_CHECK_VALUE(begin >= 0 && outputs >= 0 && end <= high.numel() && begin + places.words <= end, op, ": high has shape ",
+                    high.sizes(), ", expected [", places.words, " + words] from prepack_zipper");
+  const int32_t* const numbers = high.const_data_ptr<int32_t>() + begin;
+  return {first_output, outputs, numbers + places.wide, reinterpret_cast<const float*>(numbers + places.step),
+          numbers + places.starts, numbers + places.words};
 }
 
 Tensor add_high(const char* op, const Tensor& x, const Tensor& low, mlspec_cuda_zipper_high& args, const Maybe& bias) {
@@ -58,9 +62,6 @@ Tensor add_high(const char* op, const Tensor& x, const Tensor& low, mlspec_cuda_
   args.in_features = x.size(-1);
   args.out_features = low.size(-1);
   args.num_tokens = low.numel() / args.out_features;
-  const DeviceLimits& limits = limits_of(call, x.device().index());
-  args.shared_bytes = limits.shared_bytes.load();
-  args.multiprocessors = limits.multiprocessors.load();
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_zipper_high_linear(&args, &launch));
   return y.to(x.scalar_type());
@@ -71,7 +72,7 @@ Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high
   check_operands(op, x, low, high, bias);
   TORCH_CHECK_VALUE(high.dim() == 1, op, ": high has shape ", high.sizes(), ", expected one axis from prepack_zipper");
   mlspec_cuda_zipper_high args{};
-  args.segments[0] = rows_of(op, high, 0, low.size(-1), 0, high.numel());
+  args.segments[0] = cells_of(op, high, x.size(-1), 0, low.size(-1), 0, high.numel());
   args.num_segments = 1;
   return add_high(op, x, low, args, bias);
 }
@@ -89,7 +90,7 @@ Tensor zipper_high_joined(const Tensor& x, const Tensor& low, const Tensor& high
   mlspec_cuda_zipper_high args{};
   int64_t first = 0;
   for (int64_t i = 0; i < count; ++i) {
-    args.segments[i] = rows_of(op, high, first, outputs[i], begins[i], i + 1 < count ? begins[i + 1] : high.numel());
+    args.segments[i] = cells_of(op, high, x.size(-1), first, outputs[i], begins[i], i + 1 < count ? begins[i + 1] : high.numel());
     first += outputs[i];
   }
   args.num_segments = static_cast<int32_t>(count);

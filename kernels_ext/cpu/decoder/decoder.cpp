@@ -53,7 +53,7 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.bits = pass.bits;
   if (pass.choose) pass.widths.assign(2 * layers.size(), 1);
   w.widths = pass.widths.empty() ? nullptr : &pass.widths;
-  planes_missing = false;
+  planes_missing = rank_lost = false;
   w.hidden.reserve(n * shape.hidden);
   w.block.reserve(n * shape.hidden);
   w.qkv.reserve(n * std::max((shape.gated_heads ? 2 : 1) * heads + 2 * shape.kv_heads * shape.head_dim, delta.width()));
@@ -75,11 +75,11 @@ void Decoder::prepare(Pass& pass, int threads) {
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
-  reserve_tables();
   reserve_adapters(n);
   reserve_experts(threads, n);
   pass.best.resize(kept);
   pass.confidence.resize(pass.want_confidence ? kept : 0);
+  w.own_logits.reserve(ranks.sum ? std::min(kept, kScoredTogether) * head.out_features : 0);
   if (!pass.logits) w.logits.reserve(std::min(kept, kScoredTogether) * shape.vocab);
 }
 
@@ -276,25 +276,29 @@ void Decoder::forward(Team& team, Pass& pass) {
       add_adapters(team, qkv, parts, w.normed.data(), w.qkv.data(), width, n);
       attention(team, pass, layer);
     }
-    pending = {layer.attention_out_norm || shape.parallel, layer.attention_out_norm};
+    pending = {layer.attention_out_norm || shape.parallel || ranks.sum, layer.attention_out_norm};
     float* const out = pending.waits ? w.block.data() : w.hidden.data();
     multiply(team, o, 1, out, shape.hidden, !pending.waits, n);
     add_adapters(team, o, 1, w.context.data(), out, shape.hidden, n);
+    if (!shape.parallel || shape.no_mlp) sum_over_ranks(team, n);
     if (shape.no_mlp) continue;
     if (shape.parallel) {  // both wait in `block` until the next norm
       normalize(team, n, {}, layer.mlp_norm, inner, keeps);
       choose_width(team, pass, 2 * i + 1, n);
       mlp(team, n, layer, w.block.data(), true);
+      sum_over_ranks(team, n);
       continue;
     }
     normalize(team, n, pending, layer.mlp_norm, inner, keeps);
     choose_width(team, pass, 2 * i + 1, n);
-    pending = {static_cast<bool>(layer.mlp_out_norm), layer.mlp_out_norm};
+    pending = {layer.mlp_out_norm || ranks.sum, layer.mlp_out_norm};
     if (layer.experts) {
       visit_experts(team, *layer.experts, n, pending.waits);
+      sum_over_ranks(team, n);
       continue;
     }
     mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
+    sum_over_ranks(team, n);
   }
   tap(team, pass, pending, layers.size());
   for (int64_t first = 0; first < kept; first += kScoredTogether) {
@@ -325,7 +329,9 @@ void Decoder::score(Team& team, Pass& pass, const Pending& pending, int64_t firs
   });
   if (together) pack_rows(team, w.normed.data(), shape.hidden, count, head);
   const Linear* const parts[] = {&head};
-  multiply(team, parts, 1, logits, shape.vocab, false, count);
+  const bool shared = head.out_features != shape.vocab;
+  multiply(team, parts, 1, shared ? w.own_logits.data() : logits, head.out_features, false, count);
+  if (shared) gather_over_ranks(team, count, logits);
   team.share(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       float* const row = logits + i * shape.vocab;

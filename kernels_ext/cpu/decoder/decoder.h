@@ -87,6 +87,15 @@ struct PlaneReader {
   void (*end)(int64_t key) = nullptr;
 };
 
+// The processes that share a model, as one of them reaches the others; called by one thread, the caller's, by all of them in one order.
+// sum: data becomes the sum of what all have there, the same bits on each. gather: rows of all their parts, [rows][width], side by side.
+// false: another one is gone.
+struct Ranks {
+  bool (*sum)(float* data, int64_t count) = nullptr;  // null: nobody shares it
+  bool (*gather)(const float* part, int64_t rows, int64_t width, float* whole) = nullptr;
+  int64_t count = 1;
+};
+
 // Consecutive tokens of one row of the batch: they go to slots start, start + 1, ...
 struct Segment {
   int64_t row, start, first, count;  // first: index of its first token in Pass::tokens
@@ -153,6 +162,8 @@ class Decoder {
   // for it do; for comparison).
   bool dequantize = false;
   PlaneReader planes;
+  Ranks ranks;  // heads, key heads, intermediate and outputs of the head are this process's; vocab is the whole one
+  bool rank_lost = false;  // in the last pass: what it computed is nothing
   bool planes_missing = false;  // in the last pass, or no width could be picked: what it computed is nothing
   std::mutex busy;  // one call at a time: the workspace is the decoder's
 
@@ -175,7 +186,6 @@ class Decoder {
   bool reads_wide(const Linear& linear) const;
   mlspec_acts wide_acts(const mlspec_acts& acts) const;
   void pack_piece(const Linear& next, const mlspec_pack_args& pack, int64_t row, int64_t row_end, int64_t k, int64_t k_end) const;
-  void reserve_tables();
   void add_high(Team& team, const Linear* const* parts, int count, const mlspec_acts& acts, float* y, int64_t stride);
   void reserve_adapters(int64_t n);
   void add_adapters(Team& team, const Linear* const* parts, int count, const float* x, float* y, int64_t stride, int64_t rows);
@@ -208,6 +218,8 @@ class Decoder {
   void activate(Team& team, int64_t rows, const DecoderLayer& layer);
   void activate_whole(Team& team, int64_t rows, const Linear& down);
   void activate_piece(const float* gate, int64_t count, float* to) const;
+  void sum_over_ranks(Team& team, int64_t rows);
+  void gather_over_ranks(Team& team, int64_t rows, float* logits);
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
   void reserve_experts(int threads, int64_t n);
   void visit_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);

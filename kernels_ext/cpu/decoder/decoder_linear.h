@@ -25,9 +25,10 @@ struct EscapedRows {
 };
 
 // The sparse high part of a weight in two: mlspec_zipper_args in kernels.h.
-struct HighRows {
+struct HighCells {
   const float* step = nullptr;
-  const int32_t *starts = nullptr, *terms = nullptr;
+  const int32_t* starts = nullptr;
+  const int16_t* words = nullptr;
 };
 
 // What an adapter adds to a linear: up (down x), in float32 (LoRA, arXiv 2106.09685).
@@ -56,7 +57,7 @@ struct Linear {
   // `key`. 0: all are there.
   int64_t resident_planes = 0, key = 0;
   int64_t table_columns = 0;  // lookup-table planes
-  HighRows high;              // zipper weights, whose low part is bit-planes or, with no stored planes, int4
+  HighCells high;             // zipper weights, whose low part is bit-planes or, with no stored planes, int4
   // [columns], a permutation: what the weight's column i multiplies is element order[i] of the input. null: element i. Of
   // packed weights that are not nested.
   const int32_t* order = nullptr;

@@ -24,7 +24,8 @@ class Driver {
     current_ = &pass;
     team_.barrier();
     level.decoder->forward(team_, pass);
-    if (level.decoder->planes_missing) throw PlanesMissing();
+    if (level.decoder->planes_missing) throw PassFailed("streamed planes could not be had");
+    if (level.decoder->rank_lost) throw PassFailed("a process that shares the model is gone");
     level.seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     ++level.forwards;
   }
@@ -120,7 +121,7 @@ class Feeder {
     pass_.logits = logits_;
     try {
       driver_.execute(level_, pass_);
-    } catch (const PlanesMissing&) {  // inputs that states of these rows count on may be overwritten
+    } catch (const PassFailed&) {  // inputs that states of these rows count on may be overwritten
       for (const Run& run : pass_.runs) pass_.states.forget(run.row);
       throw;
     }

@@ -9,9 +9,13 @@
 
 namespace mlspec {
 
-// Thrown by a call in which streamed planes could not be had.
-struct PlanesMissing : std::exception {
-  const char* what() const noexcept override { return "streamed planes could not be had"; }
+// Thrown by a call whose pass came to nothing: streamed planes could not be had, or another process that shares the model is gone.
+struct PassFailed : std::exception {
+  explicit PassFailed(const char* why) : why_(why) {}
+  const char* what() const noexcept override { return why_; }
+
+ private:
+  const char* why_;
 };
 
 // What a decoder knows of every row of the batch. lengths: tokens its cache holds truly. bits, draft_window, tap: as in

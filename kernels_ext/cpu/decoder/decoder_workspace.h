@@ -52,6 +52,7 @@ struct Decoder::Workspace {
   Buffer<float> block;      // [n][hidden], a block's output where a norm follows it
   Buffer<float> scored;     // [kScoredTogether][hidden]
   Buffer<float> logits;     // [kScoredTogether][vocab], where nobody asked for them
+  Buffer<float> own_logits; // [kScoredTogether][outputs of head], where processes share it
   Buffer<float> normed;     // [n][hidden], where rows share the lines of packed activations
   Buffer<float> rows;       // [threads][row_stride]: a row and the same in order, or a piece of packing
   Buffer<char> acts;        // activations as the next linear wants them
@@ -59,7 +60,6 @@ struct Decoder::Workspace {
   Buffer<uint16_t> wide_acts;  // [n][in]: in bfloat16, where a low part meets integers and a high part does not
   Buffer<char> visit_acts;  // [threads][visit_acts_stride]: the same of the rows of a visit
   Buffer<uint16_t> dense;   // [threads][dense_stride]: bfloat16 weights of a thread's outputs
-  Buffer<float> tables;     // [16][in / 4][8]: sums of inputs, where linears have sparse high parts
   Buffer<float> low_rank;   // [n][rank] of each adapter of linears that share their inputs, one behind the other
   Buffer<float> inner;      // [n][intermediate], inputs of down where that has an adapter
   Buffer<float> escaped;    // [threads][escaped_stride]: outputs of escaped rows, and what y held there

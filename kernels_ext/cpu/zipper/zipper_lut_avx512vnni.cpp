@@ -1,7 +1,6 @@
-// Sparse high parts from tables of sums, with AVX-512: sixteen terms of one row at a time, or one term of eight rows.
+// Sparse high parts with AVX-512: the 64 inputs of a cell are a table in two registers, of which one permutation looks up 32.
 #include <immintrin.h>
 
-#include <cmath>
 #include <cstdint>
 
 #include "../kernels.h"
@@ -11,83 +10,97 @@ MLSPEC_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 
 namespace {
 
-// [16 terms] -> the floats +- 2^shift.
-inline __m512 coefficients(__m512i terms) {
-  const __m512i shift = _mm512_and_si512(_mm512_srli_epi32(terms, 8), _mm512_set1_epi32(7));
-  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(shift, _mm512_set1_epi32(127)), 23);
-  return _mm512_castsi512_ps(_mm512_or_si512(power, _mm512_slli_epi32(_mm512_srli_epi32(terms, 11), 31)));
+constexpr int kOutputs = MLSPEC_ZIPPER_OUTPUTS, kInputs = MLSPEC_ZIPPER_INPUTS;
+constexpr int kRowsAtOnce = 4;         // tables and sums of these are in registers
+constexpr int64_t kRowsOfSlices = 64;  // x of so many stays in the second cache, while slice after slice reads it
+constexpr int kAhead = 1024;           // words, of the next lines
+
+constexpr __mmask16 kAll = 0xFFFF;     // GCC warns of the forms without a mask
+
+struct Slice {
+  const int32_t* starts;
+  const int16_t* words;
+  int64_t across, in;
+};
+
+// Bfloat16 of the even and odd lanes, widened; and the values in front of them.
+inline __m512 even(__m512i x) { return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, x, 16)); }
+inline __m512 odd(__m512i x) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+inline __m512 even_values(__m512i words) {
+  return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_srai_epi32(kAll, _mm512_maskz_slli_epi32(kAll, words, 16), 24));
+}
+inline __m512 odd_values(__m512i words) {
+  return _mm512_maskz_cvtepi32_ps(kAll, _mm512_maskz_srai_epi32(kAll, words, 24));
 }
 
-inline __m512i places(__m512i terms, __m512i groups) {
-  const __m512i pattern = _mm512_and_si512(terms, _mm512_set1_epi32(15));
-  return _mm512_add_epi32(_mm512_mullo_epi32(pattern, groups), _mm512_srli_epi32(terms, 12));
+// y += step * sums, where sums come in even and odd outputs.
+inline void end_of_row(const mlspec_zipper_args& a, int64_t row, int64_t slice, __m512 evens, __m512 odds) {
+  const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
+  const int64_t first = slice * kOutputs, left = a.out_features - first;
+  const uint32_t there = left >= kOutputs ? ~0u : (1u << left) - 1;
+  float* const y = a.y + row * a.y_stride + first;
+  const float* const step = a.step + first;
+  const __mmask16 low = static_cast<__mmask16>(there), high = static_cast<__mmask16>(there >> 16);
+  const __m512 front = _mm512_permutex2var_ps(evens, lower, odds), back = _mm512_permutex2var_ps(evens, upper, odds);
+  _mm512_mask_storeu_ps(y, low, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(low, step), front, _mm512_maskz_loadu_ps(low, y)));
+  if (!high) return;
+  _mm512_mask_storeu_ps(
+      y + 16, high, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(high, step + 16), back, _mm512_maskz_loadu_ps(high, y + 16)));
 }
 
-constexpr int kAhead = 512;  // terms: gathers fill the processor's window before it sees the next lines of them
-
-// Up to 16 terms from `from`; those that are not there are 0, and add the sum of no input, which is 0.
-inline __m512i terms_at(const int32_t* from, int32_t left) {
-  _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
-  const __mmask16 there = left >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << left) - 1);
-  return _mm512_maskz_loadu_epi32(there, from);
-}
-
-// Eight partial sums, added 4, 2 and 1 apart.
-inline float total(__m256 v) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-// Term j goes to partial sum j mod 8: the lower eight of sixteen first.
-void one_row(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
-  const __m512i groups = _mm512_set1_epi32(static_cast<int>(a.groups));
-  for (int64_t out = out_begin; out < out_end; ++out) {
-    __m256 sums = _mm256_setzero_ps();
-    const int32_t end = a.starts[out + 1];
-    for (int32_t j = a.starts[out]; j < end; j += 16) {
-      const __m512i terms = terms_at(a.terms + j, end - j);
-      const __m512 found = _mm512_i32gather_ps(places(terms, groups), a.tables, 4), times = coefficients(terms);
-      sums = _mm256_fmadd_ps(_mm512_castps512_ps256(times), _mm512_castps512_ps256(found), sums);
-      sums = _mm256_fmadd_ps(_mm512_maskz_extractf32x8_ps(0xFF, times, 1), _mm512_maskz_extractf32x8_ps(0xFF, found, 1), sums);
+template <int kRows>
+inline void add_rows(const mlspec_zipper_args& a, const Slice& s, int64_t slice, int64_t row) {
+  __m512 evens[kRows], odds[kRows];
+  for (int r = 0; r < kRows; ++r) evens[r] = odds[r] = _mm512_setzero_ps();
+  const uint16_t* const x = a.x + row * a.x_stride;
+  const int16_t* words = s.words;
+  for (int64_t cell = 0; cell < s.across; ++cell) {
+    const int32_t slots = s.starts[cell + 1] - s.starts[cell];
+    const int64_t at = cell * kInputs;
+    const __mmask32 second = at + kInputs <= s.in ? ~0u : 0;  // the last cell may have 32 inputs
+    __m512i front[kRows], back[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      front[r] = _mm512_loadu_si512(x + r * a.x_stride + at);
+      back[r] = _mm512_maskz_loadu_epi16(second, x + r * a.x_stride + at + 32);
     }
-    a.y[out] = std::fma(a.step[out], total(sums), a.y[out]);
-  }
-}
-
-void eight_rows(const mlspec_zipper_args& a, int64_t out_begin, int64_t out_end) {
-  const __m512i groups = _mm512_set1_epi32(static_cast<int>(a.groups));
-  alignas(64) int32_t at[16];
-  alignas(64) float times[16];
-  for (int64_t out = out_begin; out < out_end; ++out) {
-    __m256 sums[8];
-    for (__m256& sum : sums) sum = _mm256_setzero_ps();
-    const int32_t end = a.starts[out + 1];
-    for (int32_t j = a.starts[out]; j < end; j += 16) {  // sixteen terms taken apart at once, then one by one
-      const __m512i terms = terms_at(a.terms + j, end - j);
-      _mm512_store_si512(at, _mm512_slli_epi32(places(terms, groups), 3));
-      _mm512_store_ps(times, coefficients(terms));
-      for (int i = 0; i < 8; ++i)
-        sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(times + i), _mm256_loadu_ps(a.tables + at[i]), sums[i]);
-      if (end - j <= 8) break;
-      for (int i = 0; i < 8; ++i)
-        sums[i] = _mm256_fmadd_ps(_mm256_broadcast_ss(times + 8 + i), _mm256_loadu_ps(a.tables + at[8 + i]), sums[i]);
-    }
-    for (int apart = 4; apart > 0; apart /= 2)
-      for (int i = 0; i < apart; ++i) sums[i] = _mm256_add_ps(sums[i], sums[i + apart]);
-    float own[8];
-    _mm256_storeu_ps(own, sums[0]);
-    for (int64_t row = 0; row < a.rows; ++row) {
-      float& y = a.y[row * a.y_stride + out];
-      y = std::fma(a.step[out], own[row], y);
+    for (int32_t slot = 0; slot < slots; ++slot, words += kOutputs) {
+      _mm_prefetch(reinterpret_cast<const char*>(words + kAhead), _MM_HINT_T0);
+      const __m512i own = _mm512_loadu_si512(words);
+      const __m512 times_even = even_values(own), times_odd = odd_values(own);
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i found = _mm512_permutex2var_epi16(front[r], own, back[r]);
+        evens[r] = _mm512_fmadd_ps(times_even, even(found), evens[r]);
+        odds[r] = _mm512_fmadd_ps(times_odd, odd(found), odds[r]);
+      }
     }
   }
+  for (int r = 0; r < kRows; ++r) end_of_row(a, row + r, slice, evens[r], odds[r]);
 }
 
 }  // namespace
 
-extern "C" void mlspec_zipper_lut_avx512vnni(const mlspec_zipper_args* args, int64_t out_begin, int64_t out_end) {
-  (args->lanes == 1 ? one_row : eight_rows)(*args, out_begin, out_end);
+extern "C" void mlspec_zipper_lut_avx512vnni(const mlspec_zipper_args* args, int64_t slice_begin, int64_t slice_end) {
+  const mlspec_zipper_args& a = *args;
+  const int64_t across = (a.in_features + kInputs - 1) / kInputs;
+  for (int64_t first = 0; first < a.rows; first += kRowsOfSlices) {
+    const int64_t end = first + kRowsOfSlices < a.rows ? first + kRowsOfSlices : a.rows;
+    for (int64_t slice = slice_begin; slice < slice_end; ++slice) {
+      const int32_t* const starts = a.starts + slice * across;
+      const Slice own{starts, a.words + static_cast<int64_t>(starts[0]) * kOutputs, across, a.in_features};
+      for (int64_t row = first; row < end;) {
+        switch (end - row) {
+          case 1: add_rows<1>(a, own, slice, row); break;
+          case 2: add_rows<2>(a, own, slice, row); break;
+          case 3: add_rows<3>(a, own, slice, row); break;
+          default: add_rows<kRowsAtOnce>(a, own, slice, row);
+        }
+        row += end - row < kRowsAtOnce ? end - row : kRowsAtOnce;
+      }
+    }
+  }
 }
 
 MLSPEC_TARGET_END

@@ -26,6 +26,8 @@ typedef struct {
   int32_t absent_planes;          // bit-planes: of the weight, that its tiles do not store, behind those that they do
   int32_t num_apart;              // bit-planes that are multiplied, behind those of the tiles, each in an array of its own:
   const void* apart[7];           // [output tile pair, chunk, tile of the pair] of 1024 bytes, aligned to 16 bytes
+  const int32_t* widths;          // bit-planes: how many are multiplied, on the device, each 1 to the stored ones;
+  int64_t num_widths;             // 1: of all tokens; as many as tokens: of each
   int32_t table_columns;          // lookup-table planes: 2^(stored + 1) - 2^S values of S, S + 1 ... stored bits
   int32_t weight_bits;            // nested: 16 or 4
   int32_t activation_bits;        // 16, 8 or 4; bf16: 16

@@ -107,31 +107,38 @@ int clusters_of(const LinearParams& p, int ranks) {
   return runs_on && p.units > kPlaces ? kPlaces : p.units;
 }
 
+// How many blocks share a tile of this weight.
+inline int ranks_of(const mlspec_cuda_linear& a, bool few_bits) {
+  if (a.ranks) return a.ranks;
+  return ranks_of_shape(blocks_of(a.outputs_of_weight ? a.outputs_of_weight : a.out_features, kTileOutputs),
+                        blocks_of(a.in_features, kTileInputs), few_bits);
+}
+
+// What the kernel is told, and the bytes of shared memory that it needs, 0: the ring is smaller than a turn.
 // copies_tokens: the threads that multiply copy the first tokens (of the variants that can), else the copy engine does.
 template <class V>
-const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
-  const auto kernel = linear_kernel<V>;
-  LinearParams params = params_of<V>(a);
-  const int ranks = a.ranks ? a.ranks
-                            : ranks_of_shape(blocks_of(a.outputs_of_weight ? a.outputs_of_weight : a.out_features, kTileOutputs),
-                                             blocks_of(a.in_features, kTileInputs),
-                                             V::kWarpGroups == 2);
+int plan(LinearParams* params, const mlspec_cuda_linear& a, bool copies_tokens) {
+  *params = params_of<V>(a);
+  const int ranks = params->ranks = ranks_of(a, V::kWarpGroups == 2);
   constexpr Room<V> kRoom;
   static_assert(kRoom.for_any_ranks(), "a cluster's sums leave no room for one turn: give the format a smaller kTurn");
   const int own_sums = kRoom.own_sums(ranks), other_sums = V::kOwnSums ? 0 : V::kSumBytes, room = kRoom.ring(ranks);
   const int ring = a.ring_bytes ? a.ring_bytes : room;
-  params.ranks = ranks;
-  params.stages = stages_of_ring(ring, V::kStageBytes, kRoom.kTurnStages, V::kMostStages);
-  params.copies_tokens = copies_tokens;
-  params.stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
-  if (params.stages_ahead > params.stages) params.stages_ahead = params.stages;
-  if (params.stages == 0) return "the ring is smaller than one turn of all groups of warps";
-  const int stage_bytes = params.stages * V::kStageBytes;
+  params->stages = stages_of_ring(ring, V::kStageBytes, kRoom.kTurnStages, V::kMostStages);
+  params->copies_tokens = copies_tokens;
+  params->stages_ahead = a.stages_ahead ? a.stages_ahead : V::kAhead;
+  if (params->stages_ahead > params->stages) params->stages_ahead = params->stages;
+  if (params->stages == 0) return 0;
+  const int stage_bytes = params->stages * V::kStageBytes;
   const int needed = (stage_bytes > other_sums ? stage_bytes : other_sums) + own_sums + V::kFrontBytes;
   // More than kBlocks would fit a multiprocessor with small stages, and leave others idle.
-  const int shared = needed > kSharedMemory / (V::kBlocks + 1) ? needed : kSharedMemory / (V::kBlocks + 1);
-  Maps maps = {};
-  if (const char* problem = describe_operands<V>(&maps, a)) return problem;
+  return needed > kSharedMemory / (V::kBlocks + 1) ? needed : kSharedMemory / (V::kBlocks + 1);
+}
+
+// blocks: of the grid, whole clusters of `ranks`.
+template <class... Parameters, class... Arguments>
+const char* launch_blocks(const mlspec_cuda_linear& a, int blocks, int ranks, int threads, int shared,
+                          void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (const char* problem = message(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)))
     return problem;
   cudaLaunchAttribute attributes[2];
@@ -140,13 +147,23 @@ const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(ranks * clusters_of<V>(params, ranks)));
-  config.blockDim = dim3(V::kThreads);
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = attributes;
   config.numAttrs = a.overlap ? 2 : 1;
-  return message(cudaLaunchKernelEx(&config, kernel, maps, params));
+  return message(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+template <class V>
+const char* launch(const mlspec_cuda_linear& a, bool copies_tokens = true) {
+  LinearParams params;
+  const int shared = plan<V>(&params, a, copies_tokens), ranks = params.ranks;
+  if (shared == 0) return "the ring is smaller than one turn of all groups of warps";
+  Maps maps = {};
+  if (const char* problem = describe_operands<V>(&maps, a)) return problem;
+  return launch_blocks(a, ranks * clusters_of<V>(params, ranks), ranks, V::kThreads, shared, linear_kernel<V>, maps, params);
 }
 
 // Variants as 100 * tokens / 8 + 10 * output tiles + engine (1 mma, 2 wgmma, 3 mma and all tokens by the copy engine); the

@@ -45,6 +45,8 @@ struct LinearParams {
   int absent_planes;        // bit-planes of the weight that its tiles do not store
   const uint8_t* apart[7];  // those of them that are read, [output tile pair, chunk, tile of the pair] each
   int num_apart;
+  const int32_t* widths;    // bit-planes: of each token, of which those of `width` planes are written; null: all are
+  int width;
   int token_chunks;         // of x: chunks of the weight beyond them meet the tokens of the last
   int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;

@@ -30,6 +30,7 @@ __device__ __forceinline__ float bias_of(const LinearParams& p, int output) {
 }
 
 __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum, float out_scale, int token, int output) {
+  if (p.widths && p.widths[token] != p.width) return;
   float values[4] = {sum.x, sum.y, sum.z, sum.w};
   const size_t place = size_t(token) * p.out_features + output;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + place;

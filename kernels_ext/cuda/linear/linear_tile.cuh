@@ -258,16 +258,15 @@ __device__ __forceinline__ int first_chunk_of(const LinearParams& p, int rank) {
   return min(shares * rank / p.ranks * kOfShare, p.chunks);
 }
 
-// Grid: ranks (one cluster) x units, along x; neighbours share their weights in the L2 cache.
+// What block `cluster` x rank of `clusters` does, in all of its shared memory.
 template <class V>
-__global__ void __launch_bounds__(V::kThreads, V::kBlocks)
-    linear_kernel(const __grid_constant__ Maps maps, const LinearParams p) {
+__device__ __forceinline__ void linear_block(const Maps& maps, const LinearParams& p, int cluster, int clusters, int rank) {
   extern __shared__ __align__(1024) uint8_t front[];
   uint8_t* memory = front + V::kFrontBytes;
   const Ring ring{unknown_to_compiler(shared_address(memory))};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in every lane: uniform registers
   const int lane = threadIdx.x % 32;
-  Work<V> work{int(blockIdx.x) / p.ranks, int(gridDim.x) / p.ranks, int(blockIdx.x) % p.ranks};
+  Work<V> work{cluster, clusters, rank};
   work.first_chunk = first_chunk_of<V>(p, work.rank);
   work.chunks = first_chunk_of<V>(p, work.rank + 1) - work.first_chunk;
   launch_dependents();
@@ -290,6 +289,13 @@ __global__ void __launch_bounds__(V::kThreads, V::kBlocks)
     if constexpr (V::kMoveRegisters) take_registers<V::kRegisters>();
     consume<V>(p, memory, ring, work, warp, lane);
   }
+}
+
+// Grid: ranks (one cluster) x units, along x; neighbours share their weights in the L2 cache.
+template <class V>
+__global__ void __launch_bounds__(V::kThreads, V::kBlocks)
+    linear_kernel(const __grid_constant__ Maps maps, const __grid_constant__ LinearParams p) {
+  linear_block<V>(maps, p, int(blockIdx.x) / p.ranks, int(gridDim.x) / p.ranks, int(blockIdx.x) % p.ranks);
 }
 
 }  // namespace mlspec

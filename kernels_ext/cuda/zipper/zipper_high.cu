@@ -1,60 +1,82 @@
-// How does a GPU add the sparse high part of a weight to the sums of its low part? A warp takes an output: each lane its terms j, j + 32,
-// and so on, then lanes are added in a tree. A token's sums are made in this order however many others there are.
+// How does a GPU add the sparse high part of a weight to the sums of its low part? Its cells of 32 outputs and 64 inputs are spread out
+// in shared memory, one a warp, and multiplied by tensor cores: the words of a cell are read once for up to 64 tokens.
+//
+// A block takes 32 outputs, its warps their cells in turn; sums of the warps are added in order. A token's sums are made in this order
+// however many others there are.
+#include "../mma.cuh"
 #include "../rows/row_launch.cuh"
 #include "zipper_high.h"
 
 namespace mlspec {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / kWarp, kInFlight = 4;  // terms of a lane that are loaded together
+constexpr int kOutputs = 32, kInputs = 64, kWarps = 16, kThreads = kWarps * kWarp;
+constexpr int kTileTokens = 8, kSteps = kInputs / 16, kHalves = kOutputs / 16;
+constexpr int kRowBytes = kInputs * 2 + 16;  // of a spread cell: eight rows are in different banks
+constexpr int kCellBytes = kOutputs * kRowBytes;
+constexpr int kSumBytes = kWarps * kOutputs * kTileTokens * 4;
+constexpr int kWords = 2;  // of a lane that are loaded while the cell before is multiplied
 
-// Which of a group's four inputs a term adds, as masks of two pairs of bfloat16, and how often.
-struct Term {
-  uint32_t first, second;
-  float times;
-  __device__ __forceinline__ explicit Term(int32_t term) {
-    first = (term & 1 ? 0xFFFFu : 0u) | (term & 2 ? 0xFFFF0000u : 0u);
-    second = (term & 4 ? 0xFFFFu : 0u) | (term & 8 ? 0xFFFF0000u : 0u);
-    times = __uint_as_float(uint32_t(term) >> 11 << 31 | ((uint32_t(term) >> 8 & 7) + 127) << 23);
+// Where a place (hf_mlspec/formats/zipper/sparse.py) lies in a spread cell.
+__device__ __forceinline__ uint32_t offset_of(uint32_t place) { return place * 2 + place / kInputs * 16; }
+
+__device__ __forceinline__ void store_half(uint32_t to, uint32_t bits) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(uint16_t(bits)) : "memory");
+}
+
+__device__ __forceinline__ uint32_t bfloat16_of(int value) { return __float_as_uint(float(value)) >> 16; }  // exact: 8 bits
+
+// Puts the values of a word into the cell, or zeros where they were.
+template <bool kClear>
+__device__ __forceinline__ void spread(uint32_t cell, uint32_t word, bool wide) {
+  if (wide) {
+    store_half(cell + offset_of(word & 0x7FF), kClear ? 0 : bfloat16_of(int(word << 8) >> 24));
+    return;
   }
-  __device__ __forceinline__ void add(float& sum, uint2 group) const {
-    const float2 a = widened(group.x & first), b = widened(group.y & second);
-    sum = __fmaf_rn(times, __fadd_rn(__fadd_rn(a.x, a.y), __fadd_rn(b.x, b.y)), sum);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t own = half ? word >> 16 : word & 0xFFFF;
+    const int code = int(own >> 11);
+    if (code) store_half(cell + offset_of(own & 0x7FF), kClear ? 0 : bfloat16_of(code > 16 ? code - 32 : code));
+  }
+}
+
+// A warp's own part of the words of one cell.
+struct Words {
+  const uint32_t* from;
+  int begin, end;
+  uint32_t first[kWords];
+  __device__ __forceinline__ void load(const uint32_t* words, int cell_begin, int cell_end, int lane) {
+    from = words, begin = cell_begin, end = cell_end;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) first[i] = begin + i * kWarp + lane < end ? __ldg(words + begin + i * kWarp + lane) : 0;
+  }
+  template <bool kClear>
+  __device__ __forceinline__ void spread_all(uint32_t cell, bool wide, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      if (begin + i * kWarp + lane < end) spread<kClear>(cell, first[i], wide);
+    for (int j = begin + kWords * kWarp + lane; j < end; j += kWarp) spread<kClear>(cell, __ldg(from + j), wide);
   }
 };
 
-__device__ __forceinline__ const mlspec_cuda_zipper_rows& segment_of(const mlspec_cuda_zipper_high& p, int64_t output) {
-  int found = 0;
-#pragma unroll
-  for (int i = 1; i < MLSPEC_CUDA_ZIPPER_SEGMENTS; ++i)
-    if (i < p.num_segments && output >= p.segments[i].first_output) found = i;
-  return p.segments[found];
-}
-
-// The sums of one output and kTokens tokens, the same in every lane. x: groups of four, of kTokens rows or as many as there are.
-template <int kTokens>
-__device__ __forceinline__ void add_terms(float (&sums)[kTokens], const mlspec_cuda_zipper_rows& rows, int64_t output, const uint2* x,
-                                          int groups, int tokens, int lane) {
-  const int begin = rows.starts[output], end = rows.starts[output + 1];
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) sums[t] = 0.f;
-  for (int j = begin + lane; j < end; j += kWarp * kInFlight) {
-    int32_t loaded[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) loaded[i] = j + i * kWarp < end ? rows.terms[j + i * kWarp] : -1;
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (loaded[i] < 0) break;
-      const Term term(loaded[i]);
-      const uint2* group = x + (loaded[i] >> 12);
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t)
-        if (t < tokens) term.add(sums[t], group[t * groups]);
-    }
+// What lane 4 r + q of a warp multiplies: inputs 16 q to 16 q + 15 of the cell, of row r of the tile.
+struct Inputs {
+  uint4 words[2];
+  __device__ __forceinline__ void load(const mlspec_cuda_zipper_high& p, int64_t token, int64_t cell, int lane) {
+    const int64_t column = cell * kInputs + lane % 4 * 16;
+    words[0] = words[1] = make_uint4(0, 0, 0, 0);
+    if (token + lane / 4 >= p.num_tokens || column >= p.in_features) return;
+    const auto* const from =
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) + (token + lane / 4) * p.in_features + column);
+    words[0] = from[0], words[1] = from[1];
   }
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) sums[t] = warp_sum(sums[t]);
-}
+  __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&weights)[4], int step) const {
+    const uint4 both = words[step / 2];
+    if (step % 2) mma(sums, weights, both.z, both.w);
+    else mma(sums, weights, both.x, both.y);
+  }
+};
 
 __device__ __forceinline__ void store_sum(const mlspec_cuda_zipper_high& p, int64_t token, int64_t output, float sum, float step) {
   const int64_t place = token * p.out_features + output;
@@ -66,44 +88,101 @@ __device__ __forceinline__ void store_sum(const mlspec_cuda_zipper_high& p, int6
   else static_cast<__nv_bfloat16*>(p.y)[place] = __float2bfloat16_rn(value);
 }
 
-// Blocks along y: kTokens tokens; along x: they share the outputs. kShared: the tokens are copied to shared memory first.
-template <int kTokens, bool kShared>
-__global__ void __launch_bounds__(kThreads) high_kernel(const __grid_constant__ mlspec_cuda_zipper_high p) {
+// Blocks along x: slices of 32 outputs, weight after weight; along y: kTiles * 8 tokens.
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, kTiles > 2 ? 1 : 2) high_kernel(const __grid_constant__ mlspec_cuda_zipper_high p) {
   extern __shared__ __align__(16) uint8_t shared[];
   launch_dependents();
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int64_t slice = blockIdx.x;
+  int segment = 0;
+  while (slice >= (p.segments[segment].outputs + kOutputs - 1) / kOutputs)
+    slice -= (p.segments[segment++].outputs + kOutputs - 1) / kOutputs;
+  const mlspec_cuda_zipper_cells& own = p.segments[segment];
+  const bool wide = *own.wide != 0;
+  const int across = int((p.in_features + kInputs - 1) / kInputs);
+  const int32_t* const starts = own.starts + slice * across;
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(own.words);
+  const uint32_t cell_at = shared_address(shared) + warp * kCellBytes;
+  for (int i = lane * 16; i < kCellBytes; i += kWarp * 16) store_zeros(cell_at + i);
+  const uint32_t from = cell_at + (lane % 16) * kRowBytes + lane / 16 * 16;  // ldmatrix: rows, then the second eight columns
+  float sums[kHalves][kTiles][4] = {};
+  const int64_t first = int64_t(blockIdx.y) * kTiles * kTileTokens;
+  Words next;
+  if (warp < across) next.load(words, starts[warp], starts[warp + 1], lane);
   wait_for_previous_kernel();
-  const int lane = threadIdx.x % kWarp, groups = int(p.in_features / 4);
-  const int64_t first = int64_t(blockIdx.y) * kTokens;
-  const int tokens = int(min(int64_t(kTokens), p.num_tokens - first));
-  const uint2* x = static_cast<const uint2*>(p.x) + first * groups;
-  if constexpr (kShared) {
-    uint2* own = reinterpret_cast<uint2*>(shared);
-    for (int i = threadIdx.x; i < tokens * groups; i += kThreads) own[i] = x[i];
-    __syncthreads();
-    x = own;
-  }
-  for (int64_t output = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp; output < p.out_features;
-       output += int64_t(gridDim.x) * kWarps) {
-    const mlspec_cuda_zipper_rows& rows = segment_of(p, output);
-    const int64_t local = output - rows.first_output;
-    float sums[kTokens];
-    add_terms<kTokens>(sums, rows, local, x, groups, tokens, lane);
-    const float step = rows.step[local];
+  __syncwarp();
+  for (int cell = warp; cell < across; cell += kWarps) {
+    const Words now = next;
+    if (cell + kWarps < across) next.load(words, starts[cell + kWarps], starts[cell + kWarps + 1], lane);
+    if (now.begin == now.end) continue;
+    Inputs x[kTiles > 2 ? 1 : kTiles];
+    if constexpr (kTiles <= 2) {
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t)
-      if (lane == t && t < tokens) store_sum(p, first + t, output, sums[t], step);
+      for (int t = 0; t < kTiles; ++t) x[t].load(p, first + t * kTileTokens, cell, lane);
+    }
+    now.spread_all<false>(cell_at, wide, lane);
+    __syncwarp();
+    uint32_t weights[kTiles > 2 ? kSteps : 1][kHalves][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t (&at)[kHalves][4] = weights[kTiles > 2 ? step : 0];
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) load_matrices(at[half], from + half * 16 * kRowBytes + step * 32);
+      if constexpr (kTiles <= 2) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) x[t].multiply(sums[half][t], at[half], step);
+      }
+    }
+    if constexpr (kTiles > 2) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        x[0].load(p, first + t * kTileTokens, cell, lane);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) x[0].multiply(sums[half][t], weights[step][half], step);
+      }
+    }
+    __syncwarp();
+    now.spread_all<true>(cell_at, wide, lane);
+    __syncwarp();
+  }
+  float* const parts = reinterpret_cast<float*>(shared);  // [warps][8 tokens][32 outputs]
+  const int64_t local = slice * kOutputs + threadIdx.x % kOutputs, output = own.first_output + local;
+  const int own_token = threadIdx.x / kOutputs;
+  const float step = local < own.outputs ? own.step[local] : 0.f;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = lane % 4 * 2 + i % 2, row = half * 16 + i / 2 * 8 + lane / 4;
+        parts[(warp * kTileTokens + token) * kOutputs + row] = sums[half][t][i];
+      }
+    __syncthreads();
+    const int64_t token = first + t * kTileTokens + own_token;
+    if (own_token < kTileTokens && token < p.num_tokens && local < own.outputs) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum = __fadd_rn(sum, parts[(w * kTileTokens + own_token) * kOutputs + threadIdx.x % kOutputs]);
+      store_sum(p, token, output, sum, step);
+    }
   }
 }
 
-// As many blocks as run at once, and no more than there are outputs for.
-template <int kTokens, bool kShared>
-const char* launch_tokens(const mlspec_cuda_zipper_high& p, const mlspec_cuda_row_launch& how) {
-  const int64_t bytes = kShared ? kTokens * p.in_features * 2 : 0;
-  const int64_t fit = bytes > 0 ? p.shared_bytes / bytes : 4, at_once = p.multiprocessors * (fit < 1 ? 1 : fit < 4 ? fit : 4);
-  const unsigned wanted = blocks_for(p.out_features, kWarps), pieces = blocks_for(p.num_tokens, kTokens);
+template <int kTiles>
+const char* launch_tiles(const mlspec_cuda_zipper_high& p, const mlspec_cuda_row_launch& how) {
+  int64_t slices = 0;
+  for (int i = 0; i < p.num_segments; ++i) slices += (p.segments[i].outputs + kOutputs - 1) / kOutputs;
+  const unsigned pieces = blocks_for(p.num_tokens, kTiles * kTileTokens);
   if (pieces > 65535) return "too many tokens for one launch: call it for fewer tokens";
-  const unsigned blocks = wanted < at_once ? wanted : unsigned(at_once);
-  return launch_rows(how, RowGrid{dim3(blocks, pieces), kThreads, unsigned(bytes)}, high_kernel<kTokens, kShared>, p);
+  constexpr unsigned bytes = kWarps * kCellBytes > kSumBytes ? kWarps * kCellBytes : kSumBytes;
+  return launch_rows(how, RowGrid{dim3(unsigned(slices), pieces), kThreads, bytes}, high_kernel<kTiles>, p);
 }
 
 }  // namespace
@@ -111,13 +190,11 @@ const char* launch_tokens(const mlspec_cuda_zipper_high& p, const mlspec_cuda_ro
 
 extern "C" const char* mlspec_cuda_zipper_high_linear(const mlspec_cuda_zipper_high* high, const mlspec_cuda_row_launch* how) {
   using namespace mlspec;
-  const int64_t row = high->in_features * 2, fit = row > 0 ? high->shared_bytes / row : 0;
-  if (high->num_tokens < 1 || high->out_features < 1 || high->in_features < 4 || high->in_features % 4)
-    return "the sparse high part takes 1 token or more, 1 output or more and inputs in groups of 4";
+  if (high->num_tokens < 1 || high->out_features < 1 || high->in_features < 32 || high->in_features % 32)
+    return "the sparse high part takes 1 token or more, 1 output or more and inputs in multiples of 32";
   if (high->num_segments < 1 || high->num_segments > MLSPEC_CUDA_ZIPPER_SEGMENTS) return "the high part is of 1 to 3 weights";
-  if (fit < 1) return launch_tokens<1, false>(*high, *how);
-  if (high->num_tokens > 4 && fit >= 8) return launch_tokens<8, true>(*high, *how);
-  if (high->num_tokens > 2 && fit >= 4) return launch_tokens<4, true>(*high, *how);
-  if (high->num_tokens > 1 && fit >= 2) return launch_tokens<2, true>(*high, *how);
-  return launch_tokens<1, true>(*high, *how);
+  if (high->num_tokens <= 8) return launch_tiles<1>(*high, *how);
+  if (high->num_tokens <= 16) return launch_tiles<2>(*high, *how);
+  if (high->num_tokens <= 32) return launch_tiles<4>(*high, *how);
+  return launch_tiles<8>(*high, *how);
 }

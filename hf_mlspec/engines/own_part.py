@@ -1,0 +1,149 @@
+"""What does one of the processes that share a model hold of it? A plain model with its share of the heads.
+
+A decoder reads it like any other: linears split along their outputs are narrower, so that there are fewer heads, and
+what those split along their inputs give, o and down, is a part of the sum over all processes.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..nn.packed import PackedLinear
+from ..nn.replace import share
+from ..nn.shards import group_of, local, local_linear, style_of, whole
+from .architecture import UnknownArchitecture, described
+from .architecture.rotary import text_config
+from .ranks import Ranks, identity
+
+_HEAD_STEP = 8  # outputs of a part of the head come in multiples: GPUs send 8 bytes at once
+_OUTPUTS = ("colwise", "colwise_rep", "colwise_gather_output")
+_INPUTS = ("rowwise",)
+_WHOLE = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce")  # every process has all of it
+_SPLIT = {"q": _OUTPUTS, "k": _OUTPUTS, "v": _OUTPUTS, "gate": _OUTPUTS, "up": _OUTPUTS, "o": _INPUTS, "down": _INPUTS}
+
+
+class OwnPart:
+    """model: this process's part. ranks: all that share it. vocab: outputs of the whole head, of which the part's may
+    have its share."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks):
+        """UnknownArchitecture for a model that is shared in another way than linear by linear; ValueError where heads
+        do not go round, or the processes are not alike. Every process has to call it."""
+        _require_split(model)
+        self.ranks, self.vocab = ranks, 0
+        self.model, self._shared = share(model), []
+        for path, module in list(self.model.named_modules()):
+            if "forward" in vars(module):
+                self._put(path, module, style_of(model, path))
+        _divide_heads(self.model, ranks.count)
+        self._require_alike()
+
+    def give_back(self) -> None:
+        """Let the shared model read its weights where a decoder has put them."""
+        with torch.no_grad():
+            for linear, own in self._shared:
+                local(linear.weight).data = own.weight.data
+
+    def _put(self, path: str, module: nn.Module, style: str | None) -> None:
+        """A plain module in the place of one whose forward tensor parallelism replaced."""
+        if style in _WHOLE:
+            vars(module).pop("forward")
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(whole(parameter).detach(), requires_grad=False)
+            return
+        if style not in _OUTPUTS + _INPUTS or not isinstance(module, nn.Linear | PackedLinear):
+            raise UnknownArchitecture(f"tensor parallelism runs its {path} as {style}, which no compiled decoder does")
+        is_head = self.model.get_output_embeddings() is module
+        own = _own_linear(module, self.ranks, style in _INPUTS, is_head)
+        if is_head:
+            self.vocab = module.out_features
+        elif isinstance(module, nn.Linear):
+            self._shared.append((module, own))
+        self.model.set_submodule(path, own)
+
+    def _require_alike(self) -> None:
+        """Of what every process holds all."""
+        mine = {
+            f"{path}.{name}": parameter
+            for path, module in self.model.named_modules()
+            if not isinstance(module, nn.Linear | PackedLinear)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        self.ranks.require_alike(identity(mine, self.ranks.device))
+
+
+def _own_linear(module: nn.Module, ranks: Ranks, along_inputs: bool, is_head: bool) -> nn.Module:
+    """A process's part of a linear; the bias of what is summed is the first one's. A head whose outputs do not go
+    round is whole."""
+    bias = module.bias
+    if isinstance(module, nn.Linear):
+        uneven = is_head and module.out_features % (_HEAD_STEP * ranks.count)
+        own = local_linear(module) if not uneven else _whole_linear(module)
+        bias = None if bias is None else (whole if along_inputs or uneven else local)(bias.detach())
+    else:
+        own = _own_packed(module)
+        bias = None if bias is None else (whole if along_inputs else local)(bias.detach())
+    kept = None if bias is None or (along_inputs and ranks.index) else nn.Parameter(bias, requires_grad=False)
+    own.register_parameter("bias", kept)
+    return own
+
+
+def _whole_linear(linear: nn.Linear) -> nn.Linear:
+    weight = whole(linear.weight.detach())
+    own = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    own.weight = nn.Parameter(weight, requires_grad=False)
+    return own.train(linear.training)
+
+
+def _own_packed(module: PackedLinear) -> PackedLinear:
+    """The packed layer without what tensor parallelism put around it, over the same parameters where they are its
+    own: a change of their layout is then one for both."""
+    own = copy.copy(module)
+    vars(own).pop("forward", None)
+    own._parameters = {
+        name: nn.Parameter(local(p.detach()), requires_grad=False) if isinstance(p, DTensor) else p
+        for name, p in module._parameters.items()
+    }
+    own._buffers = dict(module._buffers)
+    weight = own.packed_weight()
+    own.in_features, own.out_features, own._rows = weight.in_features, weight.out_features, weight.out_features
+    return own
+
+
+def _divide_heads(model: nn.Module, count: int) -> None:
+    config = text_config(model)
+    for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "key heads")):
+        heads = getattr(config, name, None)
+        if heads is None:
+            continue
+        if heads % count:
+            raise ValueError(
+                f"{type(model).__name__} has {heads} {what}, which {count} processes of tensor parallelism do not "
+                f"divide: use a tensor-parallel size that divides {heads}"
+            )
+        setattr(config, name, heads // count)
+
+
+def _require_split(model: nn.Module) -> None:
+    """UnknownArchitecture unless all linears of all layers are shared, each along the side that is meant."""
+    entry = described(model)
+    if entry.delta is not None or entry.experts is not None or entry.sinks is not None:
+        raise UnknownArchitecture("tensor parallelism shares experts, delta nets or sinks of it")
+    for index in range(text_config(model).num_hidden_layers):
+        for name, place in entry.linears.items():
+            path = f"{entry.layers}.{index}.{place}"
+            style = style_of(model, path)
+            if style not in _SPLIT.get(name, ()):
+                raise UnknownArchitecture(f"tensor parallelism runs its {path} as {style}, which no compiled decoder "
+                                          "does")
+
+
+def own_part(model: nn.Module) -> OwnPart:
+    """This process's part of a model that several share."""
+    return OwnPart(model, Ranks(group_of(model), local(next(model.parameters())).device))

@@ -1,0 +1,92 @@
+// What do adapters add to the outputs of a linear? Two thin products in float32: inputs times down, to `between`, and that times up.
+// A sum has one order, however many rows are computed together.
+#include "row_launch.cuh"
+
+namespace mlspec {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kFewRows = 8;  // up to which a block has one rank, so that more blocks read
+
+// Lane l of warp w takes vectors w * 32 + l, and every 256th from there; then lanes in a tree, then warps in order.
+template <int kRanks, int kRows>
+__global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low_rank p) {
+  __shared__ float sums[kWarps][kRanks * kRows];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const auto* x = static_cast<const __nv_bfloat16*>(p.x);
+  const int64_t rank = int64_t(blockIdx.x) * kRanks, row = int64_t(blockIdx.y) * kRows;
+  float sum[kRanks][kRows] = {};
+  for (int64_t at = int64_t(threadIdx.x) * kVector; at < p.in_features; at += kThreads * kVector) {
+    float down[kRanks][kVector];
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i) load_vector(p.down + min(rank + i, p.ranks - 1) * p.in_features + at, down[i]);
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      float v[kVector];
+      load_vector(x + min(row + t, p.n - 1) * p.in_features + at, v);
+#pragma unroll
+      for (int i = 0; i < kRanks; ++i)
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum[i][t] = fmaf(down[i][e], v[e], sum[i][t]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRanks; ++i)
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) {
+      const float total = warp_sum(sum[i][t]);
+      if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp][i * kRows + t] = total;
+    }
+  __syncthreads();
+  const int64_t i = threadIdx.x / kRows, t = threadIdx.x % kRows;
+  if (i >= kRanks || rank + i >= p.ranks || row + t >= p.n) return;
+  float total = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += sums[w][threadIdx.x];
+  p.between[(row + t) * p.ranks + rank + i] = total;
+}
+
+// A thread an output. first: of the ranks that it adds up, the nearest ones there are.
+template <int kRows>
+__global__ void __launch_bounds__(kThreads) low_rank_up_kernel(mlspec_cuda_low_rank p) {
+  launch_dependents();
+  const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x, row = int64_t(blockIdx.y) * kRows;
+  wait_for_previous_kernel();
+  if (at >= p.out_features) return;
+  const int64_t first = max(p.first[at], 0);
+  float sum[kRows] = {};
+#pragma unroll 4
+  for (int64_t j = 0; j < p.rank; ++j) {
+    const float up = p.up[j * p.out_features + at];
+    const float* const between = p.between + min(first + j, p.ranks - 1);
+#pragma unroll
+    for (int t = 0; t < kRows; ++t) sum[t] = fmaf(up, between[min(row + t, p.n - 1) * p.ranks], sum[t]);
+  }
+  const auto* y = static_cast<const __nv_bfloat16*>(p.y);
+  auto* out = static_cast<__nv_bfloat16*>(p.out);
+#pragma unroll
+  for (int t = 0; t < kRows; ++t)
+    if (row + t < p.n) store_one(out + (row + t) * p.out_features + at, load_one(y + (row + t) * p.out_features + at) + sum[t]);
+}
+
+template <int kRanks, int kRows>
+const char* launch_low_rank(const mlspec_cuda_low_rank& p, const mlspec_cuda_row_launch& how) {
+  const unsigned rows = blocks_for(p.n, kRows);
+  const RowGrid down{dim3(blocks_for(p.ranks, kRanks), rows), kThreads}, up{dim3(blocks_for(p.out_features, kThreads), rows), kThreads};
+  const char* wrong = launch_rows(how, down, low_rank_down_kernel<kRanks, kRows>, p);
+  return wrong ? wrong : launch_rows(how, up, low_rank_up_kernel<kRows>, p);
+}
+
+}  // namespace
+}  // namespace mlspec
+
+using namespace mlspec;
+
+const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank* low_rank, const mlspec_cuda_row_launch* how) {
+  if (low_rank->n == 1) return launch_low_rank<1, 1>(*low_rank, *how);
+  if (low_rank->n == 2) return launch_low_rank<1, 2>(*low_rank, *how);
+  if (low_rank->n <= 4) return launch_low_rank<1, 4>(*low_rank, *how);
+  if (low_rank->n <= kFewRows) return launch_low_rank<1, 8>(*low_rank, *how);
+  return launch_low_rank<4, 8>(*low_rank, *how);
+}
