@@ -108,7 +108,7 @@ int clusters_of(const LinearParams& p, int ranks) {
 }
 
 // How many blocks share a tile of this weight.
-inline int ranks_of(const mlspec_cuda_linear& a, bool few_bits) {
+inline int ranks_of_weight(const mlspec_cuda_linear& a, bool few_bits) {
   if (a.ranks) return a.ranks;
   return ranks_of_shape(blocks_of(a.outputs_of_weight ? a.outputs_of_weight : a.out_features, kTileOutputs),
                         blocks_of(a.in_features, kTileInputs), few_bits);
@@ -119,7 +119,7 @@ inline int ranks_of(const mlspec_cuda_linear& a, bool few_bits) {
 template <class V>
 int plan(LinearParams* params, const mlspec_cuda_linear& a, bool copies_tokens) {
   *params = params_of<V>(a);
-  const int ranks = params->ranks = ranks_of(a, V::kWarpGroups == 2);
+  const int ranks = params->ranks = ranks_of_weight(a, V::kWarpGroups == 2);
   constexpr Room<V> kRoom;
   static_assert(kRoom.for_any_ranks(), "a cluster's sums leave no room for one turn: give the format a smaller kTurn");
   const int own_sums = kRoom.own_sums(ranks), other_sums = V::kOwnSums ? 0 : V::kSumBytes, room = kRoom.ring(ranks);
