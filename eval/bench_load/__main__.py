@@ -4,7 +4,7 @@
     python -m eval.bench_load --quick
 
 Files of random codes are written, read once so that they are in memory, and loaded; every load is a fresh process, and
-kinds take turns with our own int4 of the same codes. GB/s are bytes of the file over the seconds of `hf_mlspec.load`.
+kinds take turns with our own format of the same codes. GB/s are bytes of the file over seconds of `hf_mlspec.load`.
 Our own files are mapped, and not read before they are used. So two more ratios are told: "seconds / copied", of a load
 over copying every tensor of the file from its mapping into new memory, as much as whoever moves words has to read and
 write; with --forward also "to a token / ours", of seconds of a load and the first forward pass, of one token. "Peak
@@ -30,10 +30,8 @@ from rich.table import Table
 from safetensors import safe_open
 
 import hf_mlspec
-from eval.bench_load.written import KINDS, write, write_ours
+from eval.bench_load.written import DENSE_BYTES, KINDS, LAYER_BYTES, write, write_ours
 from eval.records import machine
-
-LAYER_BYTES = 104e6  # of one layer's file
 
 
 def measure(folder: Path, forward: bool = True) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def in_fresh_process(folder: Path, args: argparse.Namespace, what: str) -> dict[
 
 def bench(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    layers = 1 if args.quick else max(1, round(args.gigabytes * 1e9 / LAYER_BYTES))
+    layers = 1 if args.quick else max(1, round(args.gigabytes * 1e9 / LAYER_BYTES.get(kind, DENSE_BYTES)))
     with tempfile.TemporaryDirectory(prefix="bench_load-") as place:
         folders = {"theirs": Path(place) / "theirs", "ours": Path(place) / "ours"}
         for folder in folders.values():
@@ -114,7 +112,7 @@ def rates(nbytes: dict[str, int], found: dict[str, list[dict[str, Any]]]) -> dic
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    out = Table("kind", "file, GB", "GB/s", "our int4, GB/s", "seconds / ours", "seconds / copied",
+    out = Table("kind", "file, GB", "GB/s", "our own, GB/s", "seconds / ours", "seconds / copied",
                 "to a token / ours", "peak over the result, MB")  # fmt: skip
     for row in rows:
         peak = "not counted here" if row["peak"] is None else f"{row['peak'] / 1e6:.0f}"

@@ -120,8 +120,7 @@ def dense_expert_rows(
     bias ``[experts, out]``, bfloat16 or float32, is added before a sum is rounded. Experts without rows are not read.
     On a GPU x and weight are bfloat16; sums are float32. limit above 0: outputs are gate and up in turns, and the
     result ``[n * chosen, out / 2]`` is that of ``gated_pairs``; activation, a number of ACTIVATIONS: gate comes before
-    up, and the result is that of ``gated``, with the same bits; on a GPU out is then a multiple of GATED_OUTPUTS. Of
-    the products behind a ``route_rows`` the first is one of rows of tokens."""
+    up, and the result is that of ``gated``, with the same bits; on a GPU out is then a multiple of GATED_OUTPUTS."""
     return _dense_expert_rows(x, weight, bias, experts, plan, slope, limit, activation)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import hf_mlspec
 from eval.bench_load import __main__ as program
-from eval.bench_load.written import KINDS, write, write_ours
+from eval.bench_load.written import GPT_OSS, KINDS, write, write_ours
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -20,10 +20,15 @@ def test_ours_has_the_weights_of_theirs(kind, tmp_path):
     theirs.mkdir()
     nbytes = write(theirs, kind, 1, True)
     assert write_ours(theirs, ours) == pytest.approx(nbytes, rel=0.2)
-    layers = [hf_mlspec.load(folder, dtype=torch.bfloat16).model.layers[0].mlp.down_proj for folder in (theirs, ours)]
-    assert layers[0].format == layers[1].format == "int4"
-    assert torch.equal(*(layer.dequantized() for layer in layers))
-    assert layers[0].dequantized().std() > 0.001
+    layers = [hf_mlspec.load(folder, dtype=torch.bfloat16).model.layers[0].mlp for folder in (theirs, ours)]
+    if kind == GPT_OSS:
+        assert layers[0].experts.format == layers[1].experts.format == "mxfp4"
+        values = [layer.experts.dequantized("down_proj") for layer in layers]
+    else:
+        assert layers[0].down_proj.format == layers[1].down_proj.format == "int4"
+        values = [layer.down_proj.dequantized() for layer in layers]
+    assert torch.equal(*values)
+    assert values[0].std() > 0.001
     found = program.measure(theirs)
     assert 0 < found["seconds"] < found["first"]
     assert found["held"] > nbytes / 2

@@ -131,7 +131,6 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
   args.linear.tiles = weight.const_data_ptr();
   args.linear.num_tokens = x.size(0), args.linear.in_features = in;
   args.linear.activation_bits = 16;
-  args.rows_of_pairs = x.size(0) != experts.size(0);
   return args;
 }
 

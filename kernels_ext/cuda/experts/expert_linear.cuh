@@ -8,7 +8,9 @@
 
 namespace mlspec::portable {
 
-constexpr int kFewStages = 5;  // of 4-bit weights and 8 tokens: three blocks share a multiprocessor of Hopper
+// Stages of a block of 8 tokens. Up to two blocks for each multiprocessor of Hopper have deep rings, which hold most of a block's weights
+// at once; of more blocks four share a multiprocessor where weights have 4 bits, three where they have 16.
+constexpr int kFewBlocks = 2 * 132, kDeepStages = 7, kManyStages = 4;
 constexpr int kPairBytes = 2 * 64 * int(sizeof(int));  // in shared memory: pairs of an item, and their tokens
 
 struct ExpertParams {
@@ -18,7 +20,6 @@ struct ExpertParams {
   int64_t bytes_of_expert, more_of_expert, shifts_of_expert;
   float slope, limit;  // limit above 0: outputs are gate and up in turns, and gated
   int activation;      // 0 or above: gate comes before up, and outputs are gated
-  bool rows_of_pairs;
 };
 
 constexpr int kHalf = kTileOutputs / 2;  // outputs of a tile that a block may take without the others
@@ -162,12 +163,10 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   extern __shared__ __align__(128) uint8_t stages[];
   __shared__ int pairs[V::kTokens], tokens[V::kTokens];
   static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
-  // The plan is whole behind the kernel that wrote it. A product of rows of tokens waits for that one, and lets others start only then:
-  // which weights a product of rows of pairs reads is known before its inputs are.
-  if (!e.rows_of_pairs) wait_for_previous_kernel();
   launch_dependents();
   const int tile = blockIdx.x / e.most_items;
   const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x % e.most_items);
+  // Whole, as nobody starts before the kernel that wrote it has ended (route.cu): which weights are read is known before the inputs are.
   const int expert = __ldcg(item), first = __ldcg(item + 1), rows = __ldcg(item + 2);
   if (rows == 0) {
     wait_for_previous_kernel();  // a grid without rows ends behind those in front of it, too
@@ -233,7 +232,6 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   params.bytes_of_expert = args.bytes_of_expert, params.more_of_expert = args.more_of_expert;
   params.shifts_of_expert = args.shifts_of_expert;
   params.slope = args.slope, params.limit = args.limit, params.activation = args.activation;
-  params.rows_of_pairs = args.rows_of_pairs != 0;
   return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
 }
 
@@ -248,7 +246,12 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   if (args.num_pairs > INT32_MAX / 4) return "too many tokens for one launch: call it for fewer tokens";
   if (Format::kPacked && a.in_features % 32) return "in_features must be a multiple of 32: pad x and the weight";
   switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
-    case 8: return launch_experts<Variant<Format, 1, kPairBytes, kFewStages>>(args);
+    case 8: {
+      const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
+      if (tiles * mlspec_cuda_most_items(args.num_pairs, args.num_experts) <= kFewBlocks)
+        return launch_experts<Variant<Format, 1, kPairBytes, kDeepStages>>(args);
+      return launch_experts<Variant<Format, 1, kPairBytes, kManyStages>>(args);
+    }
     case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
     default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
   }

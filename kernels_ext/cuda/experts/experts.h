@@ -40,8 +40,7 @@ typedef struct {
   float scale;
 } mlspec_cuda_routing;
 
-// Three kernels, two for a few tokens, one for one token where blocks form clusters. A kernel behind them may begin before they have
-// ended, as every kernel over rows may: the first product that reads the plan is one of rows of tokens (rows_of_pairs false).
+// Three kernels, two for a few tokens, one for one token where blocks form clusters.
 const char* mlspec_cuda_route_rows(const mlspec_cuda_routing* routing, const mlspec_cuda_row_launch* how);
 
 #define MLSPEC_CUDA_MOST_ROUTED 8192  // columns of a row that one cluster norms and routes
@@ -72,7 +71,6 @@ typedef struct {
   float slope, limit;        // limit above 0: gate and up come in turns, and out [pairs, out / 2] is what gated_pairs makes of them
   int32_t activation;        // 0 or above (mlspec_activation): gate comes before up, each a multiple of 32, and out [pairs, out / 2] is
                              // what gated makes of them; -1: none
-  int32_t rows_of_pairs;     // x has a row a pair, made by a product of the same plan: the plan is read before x is there
 } mlspec_cuda_expert_linear;
 
 // Every GPU since sm_80. A pair's bits depend neither on the other pairs nor on how many there are.

@@ -1,7 +1,7 @@
 // How does a GPU send tokens to experts without the host? Logits, then the largest of each token, then the pairs in order of experts.
 //
-// A product of rows of tokens begins while this runs, and waits for it; one behind it reads the plan at once, while it still waits for
-// its inputs (expert_linear.cuh). What was written is seen without that wait only behind a fence, by every thread that wrote.
+// Kernels that write a plan let no other start before they have ended: products read it at once, while they still wait for their inputs.
+// What was written is seen without that wait only behind a fence, by every thread that wrote.
 //
 // A logit is summed by one warp: lane l takes inputs 8 l .. 8 l + 7 of every 256, lanes are added in a tree: an order of its own,
 // however many tokens there are. Which place a pair has among those of its expert may differ from run to run; it moves no bit.
@@ -240,7 +240,6 @@ __device__ __forceinline__ void plan_pairs(const mlspec_cuda_routing& p, int row
 template <int kPerLane>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ mlspec_cuda_routing p, int rows_of_item,
                                                             int most_items) {
-  launch_dependents();
   wait_for_previous_kernel();
   plan_pairs<kPerLane>(p, rows_of_item, most_items);
 }
@@ -307,7 +306,6 @@ __global__ void __launch_bounds__(kRouteThreads)
     else load_vector(static_cast<const float*>(norm.weight) + at, scale[i]);
   }
   cluster_sync();  // it has begun
-  launch_dependents();
   wait_for_previous_kernel();
   if constexpr (kVectors > 0) {
     norm_row<kVectors>(p, norm, scale, line, totals);
