@@ -1,7 +1,8 @@
 """What does each process of a tensor-parallel model write? A program for torchrun: `ranks.py MODEL DRAFT [WORD]`.
 
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
-`odd` the errors of all ranks are told: of a model of other weights on rank 1, and of one with a single key head.
+`odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with a single
+key head.
 """
 
 from __future__ import annotations
@@ -55,17 +56,20 @@ def error_of(call) -> str:
     return "none"
 
 
-def odd(path: str, shared: DistributedConfig) -> dict:
+def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
     """What all ranks raise for models that they cannot share."""
-    model = load(path, distributed_config=shared)
+    model, own = (load(path, distributed_config=shared) for _ in range(2))
+    drafting = load(draft)
     with torch.no_grad():
         model.model.norm.weight[3] += dist.get_rank()
+        drafting.model.layers[0].mlp.up_proj.weight[2, 5] += dist.get_rank()
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                          num_attention_heads=4, num_key_value_heads=1)  # fmt: skip
     torch.manual_seed(0)
     single = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=LlamaForCausalLM(config).state_dict(),
                                               distributed_config=shared).eval()
     return {"weights": of_all(error_of(lambda: written(model, []))),
+            "draft": of_all(error_of(lambda: written(own, [drafting]))),
             "heads": of_all(error_of(lambda: written(single, [])))}
 
 
@@ -73,7 +77,7 @@ def main(path: str, draft: str, word: str) -> None:
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     if word == "odd":
-        told = odd(path, shared)
+        told = odd(path, draft, shared)
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         return

@@ -128,6 +128,7 @@ def test_models_that_cannot_be_shared_are_refused_on_all_processes():
     for errors in found.values():
         assert errors[0] == errors[1]
     assert "differ in their weights: " in found["weights"][0]
+    assert "differ in their weights: " in found["draft"][0]
     assert "has 1 key heads, which 2 processes of tensor parallelism do not divide" in found["heads"][0]
 
 

@@ -13,6 +13,7 @@ from transformers.generation import LogitsProcessorList
 
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
+from ...engines.ranks import require_alike_on_ranks
 from ...formats import cache_format
 from ...nn.shards import is_shared
 from ...nn.state import ModelState, say_once, state_of
@@ -208,6 +209,8 @@ class Wiring:
     def _engines_over(self, levels: list[Level]) -> list[Engine]:
         with_models = [level for level in levels if level.drafter is None and not level.is_head]
         self.has_head = any(level.is_head for level in levels)
+        if is_shared(self.model):
+            require_alike_on_ranks(self.model, [level.model for level in with_models])
         return self._engines([self.model, *(level.model for level in with_models)],
                              [router_of(self.model), *(level.router for level in with_models)])  # fmt: skip
 
