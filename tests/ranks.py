@@ -1,7 +1,7 @@
 """What does each process of a tensor-parallel model write? A program for torchrun: `ranks.py MODEL DRAFT [WORD]`.
 
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
-`odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with a single
+`odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
 key head.
 """
 
