@@ -2,7 +2,7 @@
 
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
-key head.
+key head. On GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from hf_mlspec.engines.choose import engine_of
 PROMPTS = [[5, 17, 40, 3], [9, 9, 2, 61, 30, 11, 7], [100, 4]]
 
 
-def load(path: str, **options):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+def load(path: str, dtype: torch.dtype = torch.float32, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval()
 
 
 def written(model, levels: list, **options) -> list[list[int]]:
-    return [model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                           assistant_models=levels, max_new_tokens=24, **options)[0].tolist()
-            for prompt in PROMPTS]  # fmt: skip
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=model.device)
+        found += model.generate(ids, attention_mask=torch.ones_like(ids), assistant_models=levels, max_new_tokens=24,
+                                **options).tolist()  # fmt: skip
+    return found
 
 
 def of_all(found):
@@ -42,8 +45,8 @@ def of_all(found):
 def together(model, levels: list) -> list[list[int]]:
     """All prompts as one batch."""
     longest = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS], device=model.device)
+    mask = (torch.arange(longest) >= longest - torch.tensor(list(map(len, PROMPTS)))[:, None]).long().to(ids.device)
     out = model.generate(ids, attention_mask=mask, assistant_models=levels, max_new_tokens=24, pad_token_id=0)
     return [row[longest - len(prompt):].tolist() for row, prompt in zip(out, PROMPTS, strict=True)]
 
@@ -73,7 +76,34 @@ def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
             "heads": of_all(error_of(lambda: written(single, [])))}
 
 
+def on_gpus(path: str, draft: str, dies: bool) -> dict:
+    """What all ranks write, alone, in a batch and with levels; with `dies`, the error of rank 0 once rank 1 is gone."""
+    device = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", device))
+    shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    model = load(path, torch.bfloat16, distributed_config=shared)
+    engine = engine_of(model)
+    told = {"engine": engine.name, "by": type(engine.decoder.ranks).__name__, "alone": of_all(written(model, []))}
+    told["batches"] = of_all(together(model, []))
+    told["chains"] = [of_all(written(model, levels)) for levels in (["mxfp4"], [draft], ["mxfp4", draft])]
+    if dies and dist.get_rank() == 1:
+        os._exit(9)
+    if dies:
+        began = time.time()
+        try:
+            written(model, [])
+        except Exception as error:  # of the device
+            told = {"waited": time.time() - began, "error": str(error)}
+    return told
+
+
 def main(path: str, draft: str, word: str) -> None:
+    if word.startswith("gpus"):
+        told = on_gpus(path, draft, word == "gpus-die")
+        if dist.get_rank() == 0:
+            print(json.dumps(told), flush=True)
+        os._exit(0)  # a device error leaves nothing to be taken down
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     if word == "odd":
