@@ -77,7 +77,7 @@ def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
 
 
 def on_gpus(path: str, draft: str, dies: bool) -> dict:
-    """What all ranks write, alone, in a batch and with levels; with `dies`, the error of rank 0 once rank 1 is gone."""
+    """What all ranks write, alone, in a batch and with levels; with `dies`, the error of rank 0 when 1 is gone."""
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
