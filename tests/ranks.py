@@ -124,6 +124,8 @@ def main(path: str, draft: str, word: str) -> None:
         told[name] = of_all(written(model, levels))
     told["together"] = [of_all(together(model, levels)) for levels in ([], ["mxfp4", draft])]
     told["passes"] = of_all(hf_mlspec.last_stats(model).target_passes)
+    stream = hf_mlspec.generate_stream(model, PROMPTS, max_batch=2, max_new_tokens=24, assistant_models=[draft])
+    told["stream"] = of_all(sorted(one.sequence for one in stream))
     hf_mlspec.prepare(model, engine="cuda")  # what a GPU replays, op by op
     told["device"] = [of_all(written(model, levels)) for levels in ([], ["mxfp4", draft])]
     hf_mlspec.restore(model)
