@@ -8,7 +8,7 @@
 --model: every chain of the levels (each alone, all together) writes the prompts, and so does the target alone, in
 batches of 1 and of --batch. Compared are ids of all processes, of chains and the target alone, of batches. --shape:
 random weights; the target alone, a token a pass, and the chain replay a trace in captured rounds of --captured tokens;
-once more with nothing added up, which shows what adding up takes. One JSON object a line, from the first process.
+--split: once more with nothing added up, which shows what that takes. One JSON object a line, from the first process.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="prompts, or rows of the trace (all)")
     parser.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--captured", type=counts, default=[12, 3], help="tokens that levels draft (12,3)")
+    parser.add_argument("--split", action="store_true", help="of a shape, once more with nothing added up")
     parser.add_argument("--batch", type=counts, default=[1, 8], help="(1,8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
@@ -169,7 +170,7 @@ def speeds(args: argparse.Namespace, size: int) -> None:
             line = {"kind": "speed", "contender": name, "levels": args.level if below else [], "processes": size,
                     "batch": batch, "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
             line |= _speed(model, own, below, batch, rows)
-            if size > 1:
+            if size > 1 and args.split:
                 with adding_nothing(model):
                     line["nothing_added_up_ms"] = _speed(model, own, below, batch, rows)["ms_a_pass"]
             say(**line)

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..formats.mxfp4 import BLOCK
 from ..nn.packed import PackedLinear
 from ..nn.replace import share
 from ..nn.shards import group_of, local, local_linear, style_of, whole
+from ..nn.transforms import NONE
 from .architecture import UnknownArchitecture, described
 from .architecture.rotary import text_config
 from .ranks import Ranks, identity
@@ -59,6 +61,8 @@ class OwnPart:
         if style not in _OUTPUTS + _INPUTS or not isinstance(module, nn.Linear | PackedLinear):
             raise UnknownArchitecture(f"tensor parallelism runs its {path} as {style}, which no compiled decoder does")
         is_head = self.model.get_output_embeddings() is module
+        if style in _INPUTS and isinstance(module, PackedLinear):
+            _require_whole_groups(module, path, self.ranks.count)
         own = _own_linear(module, self.ranks, style in _INPUTS, is_head)
         if is_head:
             self.vocab = module.out_features
@@ -92,6 +96,19 @@ def _own_linear(module: nn.Module, ranks: Ranks, along_inputs: bool, is_head: bo
     kept = None if bias is None or (along_inputs and ranks.index) else nn.Parameter(bias, requires_grad=False)
     own.register_parameter("bias", kept)
     return own
+
+
+def _require_whole_groups(module: PackedLinear, path: str, count: int) -> None:
+    """ValueError for a packed weight whose parts would begin inside of a group."""
+    if module.transform is not NONE:
+        raise UnknownArchitecture(f"its {path} transforms its inputs, of which each process has a part")
+    group = getattr(module, "group_size", BLOCK)
+    if module.in_features % (group * count):
+        raise ValueError(
+            f"{path} has {module.in_features} inputs, {module.in_features / count:g} on each of {count} processes, "
+            f"which groups of {group} do not divide: use a tensor-parallel size that divides "
+            f"{module.in_features // group}, or smaller groups"
+        )
 
 
 def _whole_linear(linear: nn.Linear) -> nn.Linear:

@@ -10,9 +10,12 @@ import hashlib
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
+from ..nn.shards import group_of, is_shared
+from ..nn.state import state_of
+from .built import device_of, fingerprint
 
 
 class Ranks:
@@ -56,6 +59,20 @@ class Ranks:
                         f"processes that share a model differ in their {name}: {own} on rank 0, {other[name]} on rank "
                         f"{index}; start all of them with the same program, versions and checkpoint"
                     )
+
+
+def require_alike_on_ranks(target: nn.Module, models: list[nn.Module]) -> None:
+    """ValueError, on all processes that share a target, where models of which each holds all differ between them:
+    one whose drafts differ would make other passes than the rest, which wait for it for ever. Each model is looked at
+    once, and again when its weights changed."""
+    ranks = None
+    for model in models:
+        state, now = state_of(model), fingerprint(model)
+        if is_shared(model) or state.alike == now:
+            continue
+        ranks = ranks or Ranks(group_of(target), device_of(target))
+        ranks.require_alike(identity(dict(model.named_parameters()), device_of(model)))
+        state.alike = now
 
 
 def identity(tensors: dict[str, Tensor], device: torch.device) -> dict[str, object]:

@@ -27,6 +27,7 @@ class ModelState:
     known: by what calls name of their levels, what is known of the chain of those.
     chains: captured rounds of this target, the one used last behind the others.
     last_stats: the counts of its last call of generate with levels.
+    alike: the fingerprint at which all processes that share its target had the same weights of it.
     warnings: those already given.
     Nothing here may hold the model itself.
     """
@@ -44,6 +45,7 @@ class ModelState:
     known: dict[tuple, Any] = field(default_factory=dict)
     chains: list[Any] = field(default_factory=list)
     last_stats: Any = None
+    alike: tuple | None = None
     warnings: set[str] = field(default_factory=set)
 
     def drop_engines(self) -> None:
@@ -67,7 +69,7 @@ class ModelState:
         self.openings.clear()
         self.known.clear()
         self.chains.clear()
-        self.last_stats = None
+        self.last_stats, self.alike = None, None
         self.warnings.clear()
 
 

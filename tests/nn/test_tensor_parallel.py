@@ -115,6 +115,7 @@ def test_chains_of_a_shared_model_write_what_it_writes_alone():
         assert found[name] == found["alone"], name
     assert found["engine"] == ["cpu", "cpu"]  # the compiled decoder
     assert all(chain == found["alone"] for chain in (*found["together"], *found["device"]))
+    assert found["stream"] == [sorted(ids) for ids in found["alone"]]
     assert found["sampled"] == found["sampled alone"]
     assert found["packed"] == found["packed whole"]
     assert found["gap of casts"] < 1e-2  # inputs are rounded to int8, after sums in another order
@@ -128,6 +129,7 @@ def test_models_that_cannot_be_shared_are_refused_on_all_processes():
     for errors in found.values():
         assert errors[0] == errors[1]
     assert "differ in their weights: " in found["weights"][0]
+    assert "differ in their weights: " in found["draft"][0]
     assert "has 1 key heads, which 2 processes of tensor parallelism do not divide" in found["heads"][0]
 
 

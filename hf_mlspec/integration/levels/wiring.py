@@ -13,6 +13,7 @@ from transformers.generation import LogitsProcessorList
 
 from ...engines.choose import engines_of
 from ...engines.engine import Engine
+from ...engines.ranks import require_alike_on_ranks
 from ...formats import cache_format
 from ...nn.shards import is_shared
 from ...nn.state import ModelState, say_once, state_of
@@ -80,6 +81,9 @@ class Wiring:
         self.warp, self.process = split_processors(processors, prompts)
         self.model, self.tokenizer, self.capacity, self.ends = target, tokenizer, capacity, ends
         self.vocab_size, self.keep_logits = vocab_size(target), keep_logits
+        # Processes that share a target must draft alike, and each would measure, or know, costs of its own.
+        self.is_shared = is_shared(target)
+        given = None if self.is_shared else given
         self.state, self.given, self.asked = state or state_of(target), given, given and given.asked
         self.began = perf_counter()
 
@@ -97,8 +101,7 @@ class Wiring:
 
     def _below(self, leader: Engine | None, levels: list[Level], engines: Iterator[Engine]) -> list[Part]:
         """The levels below a target with the engine `leader`; engines: of those that have a model."""
-        # Processes that share a target must draft alike, and each would measure costs of its own.
-        self.count, self.chooses = len(levels), bool(levels) and not is_shared(self.model)
+        self.count, self.chooses = len(levels), bool(levels) and not self.is_shared
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
         parts, above, over = [], _Above(self.tokenizer, self.vocab_size, True), [leader]
@@ -208,6 +211,8 @@ class Wiring:
     def _engines_over(self, levels: list[Level]) -> list[Engine]:
         with_models = [level for level in levels if level.drafter is None and not level.is_head]
         self.has_head = any(level.is_head for level in levels)
+        if self.is_shared:
+            require_alike_on_ranks(self.model, [level.model for level in with_models])
         return self._engines([self.model, *(level.model for level in with_models)],
                              [router_of(self.model), *(level.router for level in with_models)])  # fmt: skip
 

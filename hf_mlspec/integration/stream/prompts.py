@@ -17,6 +17,7 @@ from ...engines.engine import Engine
 from ...engines.memory import copy_quietly, out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
 from ...engines.rows import up_to_growth
+from ...nn.shards import is_shared
 from ...nn.state import say_once
 from ...speculation.deferred import inside
 from ...speculation.rounds.beginning import Beginning, Beginnings
@@ -79,7 +80,8 @@ class LongPrompts:
     def __init__(self, chain: Chain, device: torch.device, chunk: int, budget: int):
         self.chain, self.target = chain, chain.target.runner
         exact = self.target.can.bit_exact and not self.target.can.stateful
-        self.chunk = chunk if exact else 0
+        timed = not is_shared(self.target.model)  # the clocks of processes that share it differ, and so would chunks
+        self.chunk = chunk if exact and timed else 0
         self.prefixes = KeptPrefixes(budget) if budget and exact else None
         self.pace = Pace(max(chunk, 1), device)
         self.begun: Beginnings = {}
