@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from transformers import PreTrainedModel
 
 from eval.bench_gpu.chain import CHAINS, rate, recorded_trace, spread
 from eval.bench_gpu.findings import Bench, Finding
@@ -55,6 +56,10 @@ def hybrid_chain(bench: Bench) -> Iterator[Finding]:
         yield Finding("hybrid_chain", f"{name}, {case.name}", "of which tokens run again",
                       1 - seconds[AT_END] / seconds[AT_START], "", None if bench.quick else TAKEN_BACK)
     bench.free()
+    yield from _chains(bench, model, tiny, name)
+
+
+def _chains(bench: Bench, model: PreTrainedModel, tiny: str, name: str) -> Iterator[Finding]:
     draft = random_model(tiny, bench.device, 1)
     for data in ("humaneval", "gsm8k"):
         base = None
