@@ -216,25 +216,23 @@ def test_kept_prefixes_change_no_token(target, levels, chain, chunk):
 
 
 @needs_kernels
-@pytest.mark.parametrize("chunk", [64, 100, 512])
-@pytest.mark.parametrize("chain", [[], ["mxfp4"]], ids=str)
+@pytest.mark.parametrize("chunk", [64, 100])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba2"])
-def test_prefixes_with_states_change_no_token(name, device, chain, chunk):
-    """Of prompts with 260 or 300 tokens in common; states are kept behind whole chunks, and behind the last block."""
+def test_prefixes_with_states_change_no_token(name, device, chunk):
+    """Of prompts with 150 or 130 tokens in common; states are kept behind chunks of whole blocks and the last block."""
     model = random_model(name, torch.bfloat16, max_position_embeddings=2048)
     model.generation_config.pad_token_id = 0
     model = on_cuda(model) if device == "cuda" else model
-    shared = ids(9, 300)
-    prompts = [[*shared[: 300 - 40 * (n % 2)], *ids(n, 3 + n)] for n in range(6)]
-    expected = [alone(model, prompt, 7) for prompt in prompts]
-    requests = [Request(prompt, id=n, max_new_tokens=7) for n, prompt in enumerate(prompts)]
-    done = list(generate_stream(model, requests, max_batch=2, assistant_models=chain, prefill_chunk=chunk,
+    shared = ids(9, 150)
+    prompts = [[*shared[: 150 - 20 * (n % 2)], *ids(n, 3 + n)] for n in range(4)]
+    expected = [alone(model, prompt, 5) for prompt in prompts]
+    requests = [Request(prompt, id=n, max_new_tokens=5) for n, prompt in enumerate(prompts)]
+    done = list(generate_stream(model, requests, max_batch=2, assistant_models=["mxfp4"], prefill_chunk=chunk,
                                 prefix_cache="64MiB", speculation_config={"num_draft_tokens": 3}, **SETTINGS))
     assert {one.id: one.new_tokens for one in done} == dict(enumerate(expected))
     stats = hf_mlspec.last_stats(model)
-    behind = {64: 256, 100: 256, 512: 256}[chunk]  # chunks of whole blocks: 64, 128 and 512
-    assert stats.prefix_tokens == sum(one.speculation.prefix_tokens for one in done) >= 4 * behind
+    assert stats.prefix_tokens == sum(one.speculation.prefix_tokens for one in done) >= 2 * 2 * BLOCK
     assert stats.prefix_bytes > 0
 
 
