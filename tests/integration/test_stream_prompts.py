@@ -220,7 +220,7 @@ def test_kept_prefixes_change_no_token(target, levels, chain, chunk):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba2"])
 def test_prefixes_with_states_change_no_token(name, device, chunk):
-    """Of prompts with 150 or 130 tokens in common; states are kept behind chunks of whole blocks and the last block."""
+    """Of prompts with 150 or 130 tokens in common. States are kept behind whole chunks and the last block."""
     model = random_model(name, torch.bfloat16, max_position_embeddings=2048)
     model.generation_config.pad_token_id = 0
     model = on_cuda(model) if device == "cuda" else model
