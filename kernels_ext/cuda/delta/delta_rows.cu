@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(kUnits* kWarp) delta_finish_kernel(mlspec_cuda
   launch_dependents();
   const int row = blockIdx.z, t = blockIdx.y, lane = threadIdx.x % kWarp, unit = blockIdx.x * kUnits + threadIdx.x / kWarp;
   const int channels = channels_of(a), kept = channels + 2 * a.value_heads;
+  const bool fours = reads_fours(a);
   wait_for_previous_kernel();
   const int count = min(a.counts[row], a.width), start = a.starts[row];
   const int64_t token = int64_t(row) * a.width + t;
@@ -26,11 +27,17 @@ __global__ void __launch_bounds__(kUnits* kWarp) delta_finish_kernel(mlspec_cuda
     const float* const mixed = a.mixed + (token * a.value_heads + unit) * a.value_dim;
     const __nv_bfloat16* const gates = from + channels + unit * a.value_dim;
     float squares = 0.f;
-    for (int i = lane; i < a.value_dim; i += kWarp) squares = fmaf(mixed[i], mixed[i], squares);
+    for (int i = 4 * lane; i < a.value_dim; i += 4 * kWarp) {
+      const float4 x = *reinterpret_cast<const float4*>(mixed + i);
+      squares = fmaf(x.w, x.w, fmaf(x.z, x.z, fmaf(x.y, x.y, fmaf(x.x, x.x, squares))));
+    }
     const float factor = 1.f / sqrtf(warp_sum(squares) / float(a.value_dim) + a.eps);
-    for (int i = lane; i < a.value_dim; i += kWarp) {
-      const float gate = __bfloat162float(gates[i]);
-      out[i] = __float2bfloat16_rn(mixed[i] * factor * a.norm[i] * (gate * sigmoid(gate)));
+    const auto gated = [&](float x, float norm, float gate) { return x * factor * norm * (gate * sigmoid(gate)); };
+    for (int i = 4 * lane; i < a.value_dim; i += 4 * kWarp) {
+      const float4 x = *reinterpret_cast<const float4*>(mixed + i), gate = read_four(gates + i, fours);
+      const float own[4] = {gated(x.x, a.norm[i], gate.x), gated(x.y, a.norm[i + 1], gate.y), gated(x.z, a.norm[i + 2], gate.z),
+                            gated(x.w, a.norm[i + 3], gate.w)};
+      *reinterpret_cast<uint2*>(out + i) = make_uint2(narrowed(own[0], own[1]), narrowed(own[2], own[3]));
     }
     return;
   }
