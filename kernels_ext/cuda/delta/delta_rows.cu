@@ -4,7 +4,7 @@
 namespace mlspec {
 namespace {
 
-constexpr int kScanColumns = 2, kScanWarps = 2;
+constexpr int kFewHeads = 128;  // of all rows, up to which a lane has half the columns: else multiprocessors would be idle
 constexpr int kMostTokenBlocks = 1024;
 constexpr int kCopied = 512;  // elements that a warp keeps of a token
 
@@ -103,10 +103,8 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
-// kRows rows of a column for each of kGroups lanes: which sums are made is a matter of the sizes of heads alone.
-template <int kRows, int kGroups>
-const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
-  using Shape = ScanShape<kRows, kScanColumns, kGroups, kScanWarps>;
+template <class Shape>
+const char* launch_shape(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
   const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width);
   const unsigned kept = 2 * a.key_heads * a.key_dim + a.value_heads * (a.value_dim + 2);
   const unsigned tokens = most < kMostTokenBlocks ? most : kMostTokenBlocks;
@@ -121,6 +119,13 @@ const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launc
   const int groups = a.value_heads * a.value_dim / a.normed;
   const RowGrid added{dim3(groups + blocks_for(channels_of(a) + a.value_heads, kCopied), unsigned(a.width), batch), kUnits * kWarp};
   return launch_rows(how, added, delta_finish_added_kernel, a, groups);
+}
+
+// kRows rows of a column for each of kGroups lanes: which sums are made is a matter of the sizes of heads alone.
+template <int kRows, int kGroups>
+const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
+  if (int64_t(a.batch) * a.value_heads <= kFewHeads) return launch_shape<ScanShape<kRows, 2, kGroups, 4>>(a, how);
+  return launch_shape<ScanShape<kRows, 4, kGroups, 2>>(a, how);
 }
 
 }  // namespace
