@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..formats import CacheFormat
 from ..precision import Bits
+from .rows import KeptState, Lane
 
 Rows = list[list[int]]
 
@@ -36,7 +37,7 @@ class Capabilities:
         call. capturable: whole rounds of a chain can be recorded as one CUDA graph. bit_exact: the bits of a token's
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
         beginning, unless it is stateful. draft_window: it can read a part of the cache only. stateful: what it keeps
-        of a row is no lane of keys and values, so that no user's cache goes in or out, and no prefix is kept. tapped:
+        of a row is no lane of keys and values alone, so that no user's cache goes in or out. tapped:
         it writes hidden states to a `Tap`.
     """
 
@@ -126,14 +127,19 @@ class Engine(Protocol):
 
     # With `can.bit_exact` only:
 
-    def lane(self, tokens: int) -> Tensor:
-        """Memory for the keys and values of a row that is no row of the cache yet."""
+    def lane(self, tokens: int) -> Lane:
+        """Memory for a row that is no row of the cache yet."""
 
-    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+    def read(self, lane: Lane, row: list[int], start: int) -> None:
         """Write keys and values of tokens `start` .. of a row into such memory, which holds those before them."""
 
-    def hold(self, row: int, pieces: Iterable[Tensor], count: int) -> None:
-        """Copy keys and values of the first `count` tokens of a row, in pieces, into its slots of the cache."""
+    def hold(self, row: int, pieces: Iterable[Tensor], count: int, state: KeptState | None = None) -> None:
+        """Copy keys and values of the first `count` tokens of a row, in pieces, into its slots of the cache, and the
+        state behind them, where layers keep one."""
+
+    def behind(self, lane: Lane, count: int) -> KeptState | None:
+        """What recurrent layers keep of a lane behind the `count` tokens that were read into it; None where there are
+        none."""
 
     # With `can.greedy_rounds` only:
 

@@ -124,7 +124,7 @@ def _copied(kv: Tensor, rows: int, batch: int, slots: int, spend: bool) -> Tenso
     """See `moved`. Layer by layer."""
     if kv.device.type == "cpu":
         layers, both, _, heads, _, dim = kv.shape
-        spent = kv.nbytes - kv.nbytes // layers if spend and _madvise() else 0
+        spent = kv.nbytes - kv.nbytes // max(layers, 1) if spend and _madvise() else 0  # no layers: Mamba-2 alone
         _require_host(layers * both * batch * heads * slots * dim * kv.element_size() - spent)
     out = _empty(kv, batch, slots)
     for new, old in zip(out, kv, strict=True):

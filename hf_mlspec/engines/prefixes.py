@@ -1,7 +1,8 @@
 """Which keys and values are kept of prompts, so that the next one with the same beginning is not read again?
 
 Blocks of so many tokens, in a tree: a block is known by its tokens and by all blocks before it. A token's keys and
-values depend on the tokens before it only (invariant 3), so kept ones have the bits of those computed anew.
+values depend on the tokens before it only (invariant 3), so kept ones have the bits of those computed anew. Where
+layers keep a state, a row can go on behind blocks of which one is kept, too.
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .memory import bytes_in
+from .rows import KeptState
 
 BLOCK = 64  # tokens
 
 
 @dataclass(eq=False)
 class _Node:
-    """One block behind another. kv: `[layers, 2, kv_heads, BLOCK, head_dim]`, None of the root, which is no block."""
+    """One block behind another. kv: `[layers, 2, kv_heads, BLOCK, head_dim]`, None of the root, which is no block.
+    state: behind its last token, where layers keep one and it was there."""
 
     ids: tuple[int, ...] = ()
     above: _Node | None = None
     kv: Tensor | None = None
     below: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    state: KeptState | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes + (0 if self.state is None else self.state.nbytes)
 
 
 class KeptPrefixes:
@@ -45,8 +53,19 @@ class KeptPrefixes:
         self._use(path)
         return [node.kv for node in path]
 
-    def keep(self, row: list[int], copied: Callable[[int, int], Tensor]) -> None:
-        """Keep the whole blocks of a row. copied: gives a copy of the row's keys and values of tokens start .. end."""
+    def find_with_state(self, row: list[int]) -> tuple[list[Tensor], KeptState | None]:
+        """The blocks that a row begins with and behind which a state is kept, and that."""
+        path = list(self._path(row))
+        while path and path[-1].state is None:
+            path.pop()
+        self._use(path)
+        return [node.kv for node in path], path[-1].state if path else None
+
+    def keep(
+        self, row: list[int], copied: Callable[[int, int], Tensor], state: Callable[[], KeptState] | None = None
+    ) -> None:
+        """Keep the whole blocks of a row. copied: gives a copy of the row's keys and values of tokens start .. end;
+        state: of the state behind all of them."""
         path = list(self._path(row))
         for start in range(len(path) * BLOCK, len(row) - BLOCK + 1, BLOCK):
             kv = copied(start, start + BLOCK)
@@ -57,12 +76,16 @@ class KeptPrefixes:
             above.below[node.ids] = node
             self.nbytes += kv.nbytes
             path.append(node)
+        whole = len(path) == len(row) // BLOCK > 0
+        if state is not None and whole and path[-1].state is None and self._make_room((kept := state()).nbytes, path):
+            path[-1].state = kept
+            self.nbytes += kept.nbytes
         self._use(path)
 
     def clear(self) -> None:
         """Let go of all blocks."""
         for node in self._by_use:  # nodes know each other: a cycle would keep their memory until the next gc
-            node.above = node.kv = None
+            node.above = node.kv = node.state = None
             node.below.clear()
         self._root, self.nbytes = _Node(), 0
         self._by_use.clear()
@@ -91,7 +114,7 @@ class KeptPrefixes:
             if oldest is None or oldest in stay:
                 return False
             del self._by_use[oldest], oldest.above.below[oldest.ids]
-            self.nbytes -= oldest.kv.nbytes
+            self.nbytes -= oldest.nbytes
             self.evicted += 1
         return True
 

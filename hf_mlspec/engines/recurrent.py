@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.compiled_decoder import DeltaSizes
+from .rows import KeptState
 
 STATES = 2  # of a row: where its tokens are settled, and behind what is checked
 WINDOW = 32  # tokens of a row whose inputs are kept at first
@@ -81,6 +82,24 @@ class RecurrentRows:
         for row in range(self.rows, wanted):
             self.forget(row)
         self.rows = wanted
+
+    def taken(self, row: int, count: int) -> KeptState:
+        """A copy of what is kept of `row` behind its first `count` tokens, which a call has just left."""
+        states, inputs, marks = self.tensors
+        number = marks[row, :-2].tolist().index(count)
+        return KeptState(states[:, row, number].clone(), inputs[:, row, self._before(count) % self.window].clone())
+
+    def put(self, row: int, kept: KeptState, count: int) -> None:
+        """`row` goes on behind `count` tokens, of which this is kept."""
+        states, inputs, marks = self.tensors
+        self.forget(row)
+        states[:, row, 0] = kept.states
+        inputs[:, row, self._before(count) % self.window] = kept.inputs
+        marks[row, 0], marks[row, -2], marks[row, -1] = count, max(count - self._sizes.taps + 1, 0), count
+
+    def _before(self, count: int) -> Tensor:
+        """The tokens whose inputs the next one reads."""
+        return torch.arange(max(count - self._sizes.taps + 1, 0), count)
 
     def forget(self, row: int) -> None:
         """Nothing is known of `row` any more."""

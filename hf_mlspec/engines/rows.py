@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,36 @@ class Decoder(Protocol):
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions."""
+
+
+class KeptState(NamedTuple):
+    """What recurrent layers keep of a row behind so many of its tokens, apart from any cache.
+
+    states: float32 ``[layers, value_heads, key_dim, value_dim]``; inputs: of the last tokens, as many as the next one
+    reads, ``[layers, tokens, kept_width]``.
+    """
+
+    states: Tensor
+    inputs: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.states.nbytes + self.inputs.nbytes
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row that is no row of a cache yet. kv: as `new_kv` of one row; states: what recurrent layers keep of it, as
+    its engine has it, None where there are none."""
+
+    kv: Tensor
+    states: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class CachedRows:
@@ -230,9 +261,10 @@ class DecoderRows(CachedRows):
         if not self.follow:
             self.cache = DecoderCache.new(self.decoder, batch, capacity, self.cache_format)
 
-    def hold(self, row: int, pieces: Iterable[Tensor], count: int) -> None:
+    def hold(self, row: int, pieces: Iterable[Tensor], count: int, state: KeptState | None = None) -> None:
         """Copy keys and values of a row's first `count` tokens into its slots: pieces `[layers, 2, kv_heads, tokens,
-        head_dim]`, one behind the other, as this engine wrote them. `lengths` are the caller's business."""
+        head_dim]`, one behind the other, as this engine wrote them. state: behind these tokens, where layers keep one.
+        `lengths` are the caller's business."""
         self._reserve(count + 1)
         first = 0
         for piece in pieces:
@@ -240,9 +272,13 @@ class DecoderRows(CachedRows):
             copy_quietly(self.cache.kv[:, :, row, :, first:end], piece[:, :, :, : end - first])
             first = end
 
-    def lane(self, tokens: int) -> Tensor:
-        """Memory for a row that is no row of the cache yet: keys and values as `new_kv`, for `read` of an engine."""
-        return new_kv(self.decoder, 1, up_to_growth(tokens), self.cache_format)
+    def lane(self, tokens: int) -> Lane:
+        """Memory for a row that is no row of the cache yet, for `read` of an engine."""
+        return Lane(new_kv(self.decoder, 1, up_to_growth(tokens), self.cache_format), self._lane_states())
+
+    def _lane_states(self) -> Any:
+        """Of one row without tokens, None where no layer keeps a state."""
+        return None
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)

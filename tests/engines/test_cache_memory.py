@@ -67,6 +67,12 @@ def test_what_a_cache_held_is_in_the_one_it_moved_to(way, spend, rows, batch, sl
         assert torch.equal(old, before)
 
 
+def test_a_cache_without_layers_grows():
+    """Of Mamba-2 alone: nothing keeps keys and values."""
+    empty = new_kv(DECODER, 2, 6)[:0]
+    assert memory.moved(empty, 2, 3, 9, spend=True).shape == (0, 2, 3, HEADS, 9, DIM)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
 @pytest.mark.parametrize(
     ("change", "rows", "slots", "most"),

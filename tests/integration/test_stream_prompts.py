@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from decoders import random_model
 from device_path import on_cuda
 from models import near, tiny
 
@@ -14,7 +15,7 @@ from hf_mlspec import Request, generate_stream
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.prefixes import BLOCK, KeptPrefixes, bytes_of
-from hf_mlspec.engines.rows import DecoderRows
+from hf_mlspec.engines.rows import DecoderRows, KeptState
 from hf_mlspec.integration.stream.prompts import LongPrompts
 from hf_mlspec.integration.stream.stream import _Stream
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
@@ -215,6 +216,35 @@ def test_kept_prefixes_change_no_token(target, levels, chain, chunk):
 
 
 @needs_kernels
+@pytest.mark.parametrize("chunk", [64, 100])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba2"])
+def test_prefixes_with_states_change_no_token(name, device, chunk):
+    """Of prompts with 150 or 130 tokens in common. States are kept behind whole chunks and the last block."""
+    model = random_model(name, torch.bfloat16, max_position_embeddings=2048)
+    model.generation_config.pad_token_id = 0
+    model = on_cuda(model) if device == "cuda" else model
+    shared = ids(9, 150)
+    prompts = [[*shared[: 150 - 20 * (n % 2)], *ids(n, 3 + n)] for n in range(4)]
+    expected = [alone(model, prompt, 5) for prompt in prompts]
+    requests = [Request(prompt, id=n, max_new_tokens=5) for n, prompt in enumerate(prompts)]
+    done = list(generate_stream(model, requests, max_batch=2, assistant_models=["mxfp4"], prefill_chunk=chunk,
+                                prefix_cache="64MiB", speculation_config={"num_draft_tokens": 3}, **SETTINGS))
+    assert {one.id: one.new_tokens for one in done} == dict(enumerate(expected))
+    stats = hf_mlspec.last_stats(model)
+    assert stats.prefix_tokens == sum(one.speculation.prefix_tokens for one in done) >= 2 * 2 * BLOCK
+    assert stats.prefix_bytes > 0
+
+
+def test_states_without_chunks_keep_no_prefix(caplog):
+    model = random_model("qwen3.5", torch.bfloat16)
+    done = list(generate_stream(model, [[5, 6, 7]], max_new_tokens=3, prefix_cache="1MiB", prefill_chunk=None,
+                                **SETTINGS))  # fmt: skip
+    assert done[0].error is None
+    assert not has_compiled_decoder() or "borders of chunks, and prefill_chunk is None" in caplog.text
+
+
+@needs_kernels
 def test_kept_keys_and_values_are_those_computed_anew(target):
     prompt, seen = [*ids(9, 300)], []
     for _ in range(2):
@@ -256,6 +286,22 @@ def test_bytes_in_words():
 
 
 class TestKeptPrefixes:
+    def test_a_state_is_found_behind_the_last_block_that_has_one(self):
+        state = KeptState(torch.zeros(4), torch.zeros(2))
+        store, row = KeptPrefixes(10**6), list(range(4 * BLOCK))
+        store.keep(row[: 2 * BLOCK], lambda start, end: torch.tensor([start]), lambda: state)
+        store.keep(row, lambda start, end: torch.tensor([start]))
+        assert store.find_with_state(row) == ([torch.tensor([0]), torch.tensor([BLOCK])], state)
+        assert len(store.find(row)) == 4
+        assert store.nbytes == 4 * 8 + state.nbytes
+        assert store.find_with_state(row[:BLOCK]) == ([], None)
+
+    def test_a_state_without_room_is_not_kept(self):
+        state, row = KeptState(torch.zeros(100), torch.zeros(2)), list(range(BLOCK))
+        store = KeptPrefixes(200)
+        store.keep(row, lambda start, end: torch.tensor([start]), lambda: state)
+        assert (store.nbytes, store.find_with_state(row)) == (8, ([], None))
+
     """Blocks of one number each: of 8 bytes."""
 
     @staticmethod

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine import Capabilities, Guess, Rows, Scores
+from ..rows import Lane
 from .rows import CpuRows
 
 PIECE = 2048  # tokens: compiled code cannot be interrupted, so a prompt of more is handed to it piece by piece
@@ -141,12 +142,13 @@ class CpuEngine(CpuRows):
         failed = any(-1 in row for row in settled)
         return settled, checks, rounds, None if above is None or failed else above.score(rows, settled)
 
-    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+    def read(self, lane: Lane, row: list[int], start: int) -> None:
         """`Engine.read`."""
         if len(row) > self.decoder.positions:
             self.decoder.reserve_positions(len(row))
         begin, count = time.perf_counter(), len(row) - start
-        self.decoder.call("score", kv, row[start:], [count], [start], [1], False, False, *self._view, [], [])
+        states = ([], []) if lane.states is None else (lane.states.tensors, [0])
+        self.decoder.call("score", lane.kv, row[start:], [count], [start], [1], False, False, *self._view, *states)
         self._count(1, time.perf_counter() - begin)
 
     def _read_ahead(self, rows: Rows, alive: Sequence[int]) -> None:

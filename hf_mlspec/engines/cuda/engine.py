@@ -20,6 +20,7 @@ from ...ops.integers import integers
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..memory import out_of_memory
+from ..rows import Lane
 from .decoder import CudaDecoder, Packing
 from .row_bits import BlockBits
 from .rows import CudaRows
@@ -90,12 +91,12 @@ class CudaEngine(CudaRows):
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
         return logits
 
-    def read(self, kv: Tensor, row: list[int], start: int) -> None:
+    def read(self, lane: Lane, row: list[int], start: int) -> None:
         """`Engine.read`; only enqueues."""
         if len(row) > self.decoder.positions:
             self.decoder.reserve_positions(len(row))
         begin = time.perf_counter()
-        self.forwards += prefill(self.decoder, kv, [row], [start], self.bits, self.draft_window)
+        self.forwards += prefill(self.decoder, lane.kv, [row], [start], self.bits, self.draft_window, lane.states)
         self.seconds += time.perf_counter() - begin
 
     def _fill(self, rows: Rows, alive: list[bool]) -> int:

@@ -6,14 +6,15 @@ was taken back further is read again. A follower drafts in the states of the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ...ops.delta import AT_START, KEEP
 from ..engine import Rows
-from ..rows import DecoderRows
+from ..rows import DecoderRows, KeptState, Lane
 from .decoder import CudaDecoder
 from .states import DeltaStates
 
@@ -68,6 +69,22 @@ class CudaRows(DecoderRows):
         """Give the slots of `row` to a new sequence."""
         super().forget(row)
         self.settled[row] = None
+
+    def hold(self, row: int, pieces: Iterable[Tensor], count: int, state: KeptState | None = None) -> None:
+        """As of `DecoderRows`."""
+        super().hold(row, pieces, count)
+        if state is not None:
+            self.states.put(row, state, count)
+            if row < len(self.settled):  # captured rounds have more places than rows
+                self.settled[row] = count
+
+    def behind(self, lane: Lane, count: int) -> KeptState | None:
+        """What recurrent layers keep of a lane behind the `count` tokens that were read into it."""
+        return None if lane.states is None else lane.states.taken(0, count)
+
+    def _lane_states(self) -> DeltaStates | None:
+        layers, how = self.decoder.num_recurrent, (self.decoder.dtype, self.decoder.device)
+        return DeltaStates.new(self.decoder.sizes.delta, layers, 1, *how) if layers else None
 
     @property
     def _owner(self) -> CudaRows:

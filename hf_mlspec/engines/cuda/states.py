@@ -17,6 +17,7 @@ from torch import Tensor
 from ...ops.compiled_decoder import DeltaSizes
 from ...ops.delta import AT_END, KEEP
 from ..architecture.delta import MOST_TAPS
+from ..rows import KeptState
 
 WINDOW = 64  # tokens of a row whose inputs are kept at least
 
@@ -91,6 +92,20 @@ class DeltaStates(NamedTuple):
         self.states[:, place] = self.states[:, row]
         self.inputs[:, place] = self.inputs[:, row]
         self.marks[place] = self.marks[row]
+
+    def taken(self, row: int, count: int) -> KeptState:
+        """A copy of what is kept of `row` behind its first `count` tokens, which its state is of."""
+        return KeptState(self.states[:, row].clone(), self.inputs[:, row, self._before(count)].clone())
+
+    def put(self, row: int, kept: KeptState, count: int) -> None:
+        """`row` goes on behind `count` tokens, of which this is kept."""
+        self.states[:, row] = kept.states
+        self.inputs[:, row, self._before(count)] = kept.inputs
+        self.marks[row] = count
+
+    def _before(self, count: int) -> Tensor:
+        """Where the inputs lie that the next token may read."""
+        return torch.arange(max(count - MOST_TAPS + 1, 0), count, device=self.inputs.device) % self.window
 
     def grown(self, rows: int, window: int) -> DeltaStates:
         """The same in larger tensors; a window that differs is twice as large at least."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...engines.engine import Engine
 from ...engines.memory import copy_quietly, out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
-from ...engines.rows import up_to_growth
+from ...engines.rows import KeptState, Lane, up_to_growth
 from ...nn.shards import is_shared
 from ...nn.state import say_once
 from ...speculation.deferred import inside
@@ -38,20 +38,22 @@ def chunk_of(given: object) -> int:
 
 @dataclass
 class Opening:
-    """How a row begins. blocks: kept keys and values of its first tokens. engines: those that read it beside the rows
-    that run, the target's first; none where it joins at once. nbytes: of the memory that they read it into."""
+    """How a row begins. blocks: kept keys and values of its first tokens; state: behind them, where the target's
+    layers keep one. engines: those that read it beside the rows that run, the target's first; none where it joins at
+    once. nbytes: of the memory that they read it into."""
 
     blocks: list[Tensor] = field(default_factory=list)
+    state: KeptState | None = None
     engines: list[Engine] = field(default_factory=list)
     nbytes: int = 0
 
 
 @dataclass
 class _Lane:
-    """A row as one engine reads it: the first `done` tokens are in `kv`, `[layers, 2, 1, kv_heads, slots, dim]`."""
+    """A row as one engine reads it: the first `done` tokens are in `lane`."""
 
     engine: Engine
-    kv: Tensor
+    lane: Lane
     done: int
 
 
@@ -79,33 +81,42 @@ class LongPrompts:
 
     def __init__(self, chain: Chain, device: torch.device, chunk: int, budget: int):
         self.chain, self.target = chain, chain.target.runner
-        exact = self.target.can.bit_exact and not self.target.can.stateful
+        exact, self._keeps_states = self.target.can.bit_exact, self.target.can.stateful
         timed = not is_shared(self.target.model)  # the clocks of processes that share it differ, and so would chunks
         self.chunk = chunk if exact and timed else 0
-        self.prefixes = KeptPrefixes(budget) if budget and exact else None
+        kept = exact and (self.chunk or not self._keeps_states)  # of states those at borders of chunks
+        self.prefixes = KeptPrefixes(budget) if budget and kept else None
         self.pace = Pace(max(chunk, 1), device)
         self.begun: Beginnings = {}
         self.on_failure: Callable[[Exception], None] | None = None
         self.reading: dict[int, _Reading] = {}
         self._unkept: dict[int, int] = {}  # tokens of prompts of rows that just joined, by number
-        if budget and not exact:
+        if budget and not kept:
             model = self.target.model
             why = "module by module a token's bits depend on its batch"
-            why = "it keeps a state" if self.target.can.stateful else why
+            why = "its states are kept at borders of chunks, and prefill_chunk is None" if exact else why
             say_once(model, f"{type(model).__name__} keeps no prefixes: {why}")
 
     def opening(self, one: Admitted, drafting: Sequence[int]) -> Opening:
         """How the row is to begin; nothing is allocated yet. drafting: levels that are at work."""
-        row = one.row[:-1]
-        blocks = self.prefixes.find(row) if self.prefixes is not None else []
+        row, state = one.row[:-1], None
+        blocks = self.prefixes.find(row) if self.prefixes is not None and not self._keeps_states else []
+        if self.prefixes is not None and self._keeps_states:
+            blocks, state = self.prefixes.find_with_state(row)
         kept = one.stats.prefix_tokens = len(blocks) * BLOCK
         levels = [self.chain.runners[index] for index in drafting if self._reads(index, one)]
         longest = max(len(row) - kept, len(row) if levels else 0)
-        if not self.chunk or longest <= self.chunk:
-            return Opening(blocks)
+        if not self.chunk or longest <= self._most_at_once:
+            return Opening(blocks, state)
         engines = [self.target, *levels]
         slots = up_to_growth(len(row))
-        return Opening(blocks, engines, slots * sum(engine.bytes_per_token for engine in engines))
+        nbytes = sum(slots * engine.bytes_per_token + engine.bytes_per_row for engine in engines)
+        return Opening(blocks, state, engines, nbytes)
+
+    @property
+    def _most_at_once(self) -> int:
+        """Tokens that a row may lack and still join at once; where states are kept, less than a block."""
+        return min(self.chunk, BLOCK - 1) if self._keeps_states and self.prefixes is not None else self.chunk
 
     def take(self, number: int, one: Admitted, opening: Opening) -> bool:
         """Whether the row joins now; else it is being read. Raises what allocating memory for that raises."""
@@ -113,14 +124,16 @@ class LongPrompts:
         if not opening.engines:
             if blocks:
                 self.begun[number] = Beginning()
-                self.begun[number].add(self.target, blocks, len(blocks) * BLOCK)
-            if self.prefixes is not None:
+                self.begun[number].add(self.target, blocks, len(blocks) * BLOCK, opening.state)
+            if self.prefixes is not None and not self._keeps_states:
                 self._unkept[number] = len(row)
             return True
         with torch.inference_mode():
             lanes = [_Lane(engine, engine.lane(len(row)), 0) for engine in opening.engines]
             for place, block in enumerate(blocks):
-                lanes[0].kv[:, :, 0, :, place * BLOCK : (place + 1) * BLOCK] = block
+                lanes[0].lane.kv[:, :, 0, :, place * BLOCK : (place + 1) * BLOCK] = block
+            if opening.state is not None:
+                lanes[0].lane.states.put(0, opening.state, len(blocks) * BLOCK)
         lanes[0].done = len(blocks) * BLOCK
         self.reading[number] = _Reading(one, row, lanes)
         return False
@@ -146,7 +159,8 @@ class LongPrompts:
                 over.append(number)
                 begun = self.begun[number] = Beginning()
                 for lane in found.lanes:
-                    begun.add(lane.engine, [lane.kv[:, :, 0]], lane.done)
+                    state = lane.engine.behind(lane.lane, lane.done)
+                    begun.add(lane.engine, [lane.lane.kv[:, :, 0]], lane.done, state)
         return [(number, self.reading.pop(number).one) for number in over]
 
     def keep(self, numbers: list[int], rows: list[list[int]], places: list[int]) -> None:
@@ -191,14 +205,25 @@ class LongPrompts:
             found.lanes = [lane for lane in found.lanes if lane.engine in engines]
 
     def _read(self, found: _Reading, lane: _Lane, tokens: int) -> None:
-        end = min(lane.done + tokens, len(found.row))
+        end, keeps = min(lane.done + tokens, len(found.row)), lane.engine is self.target and self.prefixes is not None
+        if keeps and self._keeps_states:
+            end = min([end, *(border for border in self._borders(len(found.row)) if border > lane.done)])
         with torch.inference_mode(), self.pace.reading(end - lane.done):
-            lane.engine.read(lane.kv, found.row[:end], lane.done)
+            lane.engine.read(lane.lane, found.row[:end], lane.done)
         lane.done = end
-        if lane.engine is self.target and self.prefixes is not None:
-            self._keep(found.row[:end], lane.kv, 0)
+        if keeps and not self._keeps_states:
+            self._keep(found.row[:end], lane.lane.kv, 0)
+        elif keeps and end in self._borders(len(found.row)):
+            self._keep(found.row[:end], lane.lane.kv, 0, lambda: lane.engine.behind(lane.lane, end))
 
-    def _keep(self, row: list[int], kv: Tensor, place: int) -> None:
+    def _borders(self, length: int) -> list[int]:
+        """Behind how many tokens of a prompt its state is kept: whole chunks of blocks, and the last block."""
+        every = -(-self.chunk // BLOCK) * BLOCK
+        return [*range(every, length, every), length // BLOCK * BLOCK]
+
+    def _keep(
+        self, row: list[int], kv: Tensor, place: int, state: Callable[[], KeptState] | None = None
+    ) -> None:
         def copied(start: int, end: int) -> Tensor:
             own = kv[:, :, place, :, start:end]
             copy_quietly(made := torch.empty(own.shape, dtype=own.dtype, device=own.device), own)
@@ -206,7 +231,7 @@ class LongPrompts:
 
         try:
             with torch.inference_mode():
-                self.prefixes.keep(row, copied)
+                self.prefixes.keep(row, copied, state)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

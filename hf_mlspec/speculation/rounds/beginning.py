@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...engines.engine import Engine
+from ...engines.rows import KeptState
 
 
 @dataclass
@@ -15,21 +16,25 @@ class Beginning:
     """Keys and values of a row's first tokens, by the engine that wrote them, or would write the same bits.
 
     pieces: `[layers, 2, kv_heads, tokens, head_dim]`, one behind the other. counts: the tokens that are valid in them.
+    states: behind these tokens, of engines whose layers keep one.
     """
 
     pieces: dict[Engine, list[Tensor]] = field(default_factory=dict)
     counts: dict[Engine, int] = field(default_factory=dict)
+    states: dict[Engine, KeptState] = field(default_factory=dict)
 
-    def add(self, engine: Engine, pieces: list[Tensor], count: int) -> None:
+    def add(self, engine: Engine, pieces: list[Tensor], count: int, state: KeptState | None = None) -> None:
         """What an engine's cache may be given."""
         self.pieces[engine], self.counts[engine] = pieces, count
+        if state is not None:
+            self.states[engine] = state
 
     def put(self, engine: Engine | None, row: int, held: int = 0) -> int:
         """Copy it into a row of the engine's cache, unless that holds as many tokens; how many it holds then."""
         count = self.counts.get(engine, 0)
         if count <= held:
             return held
-        engine.hold(row, self.pieces[engine], count)
+        engine.hold(row, self.pieces[engine], count, self.states.get(engine))
         return count
 
 

@@ -246,6 +246,7 @@ class CapturedRounds:
         until = [min(ends[r], self.chain.slots) for r in order]
         self.chain.state.load(at, lines, until, [self.noise(numbers[r]) for r in order])
         held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
+        self.target.runner.settled = [None] * len(self.places)  # rounds move states, and the host does not see it
         beside = [numbers[r] in self.begun and have == len(rows[r]) - 1 for r, have in zip(order, held, strict=True)]
         self.steps.join(len(rows), any(beside))
         self.chain.read(self.chain.levels[0], at, [row[:-1] for row in lines], held)

@@ -4,7 +4,7 @@
 namespace mlspec {
 namespace {
 
-constexpr int kScanColumns = 2, kScanWarps = 2;
+constexpr int kFewHeads = 128;  // of all rows, up to which a lane has half the columns: else multiprocessors would be idle
 constexpr int kMostTokenBlocks = 1024;
 constexpr int kCopied = 512;  // elements that a warp keeps of a token
 
@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(kUnits* kWarp) delta_finish_kernel(mlspec_cuda
   launch_dependents();
   const int row = blockIdx.z, t = blockIdx.y, lane = threadIdx.x % kWarp, unit = blockIdx.x * kUnits + threadIdx.x / kWarp;
   const int channels = channels_of(a), kept = channels + 2 * a.value_heads;
+  const bool fours = reads_fours(a);
   wait_for_previous_kernel();
   const int count = min(a.counts[row], a.width), start = a.starts[row];
   const int64_t token = int64_t(row) * a.width + t;
@@ -26,11 +27,17 @@ __global__ void __launch_bounds__(kUnits* kWarp) delta_finish_kernel(mlspec_cuda
     const float* const mixed = a.mixed + (token * a.value_heads + unit) * a.value_dim;
     const __nv_bfloat16* const gates = from + channels + unit * a.value_dim;
     float squares = 0.f;
-    for (int i = lane; i < a.value_dim; i += kWarp) squares = fmaf(mixed[i], mixed[i], squares);
+    for (int i = 4 * lane; i < a.value_dim; i += 4 * kWarp) {
+      const float4 x = *reinterpret_cast<const float4*>(mixed + i);
+      squares = fmaf(x.w, x.w, fmaf(x.z, x.z, fmaf(x.y, x.y, fmaf(x.x, x.x, squares))));
+    }
     const float factor = 1.f / sqrtf(warp_sum(squares) / float(a.value_dim) + a.eps);
-    for (int i = lane; i < a.value_dim; i += kWarp) {
-      const float gate = __bfloat162float(gates[i]);
-      out[i] = __float2bfloat16_rn(mixed[i] * factor * a.norm[i] * (gate * sigmoid(gate)));
+    const auto gated = [&](float x, float norm, float gate) { return x * factor * norm * (gate * sigmoid(gate)); };
+    for (int i = 4 * lane; i < a.value_dim; i += 4 * kWarp) {
+      const float4 x = *reinterpret_cast<const float4*>(mixed + i), gate = read_four(gates + i, fours);
+      const float own[4] = {gated(x.x, a.norm[i], gate.x), gated(x.y, a.norm[i + 1], gate.y), gated(x.z, a.norm[i + 2], gate.z),
+                            gated(x.w, a.norm[i + 3], gate.w)};
+      *reinterpret_cast<uint2*>(out + i) = make_uint2(narrowed(own[0], own[1]), narrowed(own[2], own[3]));
     }
     return;
   }
@@ -96,10 +103,8 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
-// kRows rows of a column for each of kGroups lanes: which sums are made is a matter of the sizes of heads alone.
-template <int kRows, int kGroups>
-const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
-  using Shape = ScanShape<kRows, kScanColumns, kGroups, kScanWarps>;
+template <class Shape>
+const char* launch_shape(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
   const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width);
   const unsigned kept = 2 * a.key_heads * a.key_dim + a.value_heads * (a.value_dim + 2);
   const unsigned tokens = most < kMostTokenBlocks ? most : kMostTokenBlocks;
@@ -114,6 +119,13 @@ const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launc
   const int groups = a.value_heads * a.value_dim / a.normed;
   const RowGrid added{dim3(groups + blocks_for(channels_of(a) + a.value_heads, kCopied), unsigned(a.width), batch), kUnits * kWarp};
   return launch_rows(how, added, delta_finish_added_kernel, a, groups);
+}
+
+// kRows rows of a column for each of kGroups lanes: which sums are made is a matter of the sizes of heads alone.
+template <int kRows, int kGroups>
+const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
+  if (int64_t(a.batch) * a.value_heads <= kFewHeads) return launch_shape<ScanShape<kRows, 2, kGroups, 4>>(a, how);
+  return launch_shape<ScanShape<kRows, 4, kGroups, 2>>(a, how);
 }
 
 }  // namespace
