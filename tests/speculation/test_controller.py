@@ -322,6 +322,16 @@ def test_off_is_timed_before_a_level_drafts():
     assert controller.off_speed > 1.5
 
 
+def test_a_prompt_that_the_target_reads_is_no_cost_of_a_trial():
+    controller = Controller(FLAT, [level(cost=costs(0.1, 0.0))], memory=known(0.9))
+    controller.start(1)
+    assert controller.choose(one_row(1000)) == off(1)
+    assert controller.choice.trial
+    spare = controller.memory.spare
+    controller.observe([0], [0], [0], 90.0, usual=False)
+    assert controller.memory.spare > spare - 1.0
+
+
 @pytest.mark.parametrize("room", [1, 2 * Controller.FIRST_TIMES])
 def test_a_call_that_ends_soon_does_not_time_off(room):
     controller = Controller(FLAT, [level(cost=costs(0.1, 0.0))], memory=known(0.9))
