@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from .costs import PassCosts
-from .estimates import MOST, RowEstimates, odds_ratio
+from .estimates import RowEstimates, odds_ratio
 from .forecast import JUMP, Expectations, Forecast
 from .memory import LevelCosts, Memory
-from .plans import LENGTHS, TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off, plan_of
+from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
 from .steady import Steady
 
@@ -36,9 +36,8 @@ _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
-_FIRST_REMEMBERED = 1  # and less where earlier calls told
-_LONGEST_STAY = 32  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
-_KNOWN = 6.0  # observations of a position that say something
+_FIRST_REMEMBERED = 0  # and none where earlier calls told
+_LONGEST_STAY = 64  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _MARGIN = 0.02  # what a plan must gain over "off"
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
 _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
@@ -186,7 +185,8 @@ class Controller:
             self._surprised()
         self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
-            spent = min(seconds, JUMP * took) if self.by_clock else took + choice.reading
+            reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
+            spent = min(seconds, JUMP * took) if reads else took + choice.reading
             self.memory.spare -= max(spent - committed / choice.best_speed, 0.0)
 
     def observe_off(self, rounds: int, seconds: float) -> None:
@@ -220,7 +220,7 @@ class Controller:
         doubles = trial is None and not (best.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
         if trial is not None:
-            known = trial.active or self.memory.knows_off(len(self.rows.rows))
+            known = trial.active or self.memory.knows_off
             self._left = (self.TRIAL if trial.active else self.OFF_TRIAL if known else self.FIRST_TIMES) - 1
 
     def _rounds_for(self, seconds: float, plan: Plan) -> int:
@@ -314,13 +314,12 @@ class Controller:
         if best.active and (alone := hoped.time(hoped.off)) < least:
             better.append((hoped.off, alone))
         better.sort(key=lambda one: one[1])
-        found = [plan for plan, _ in better] or [self._longer(best)]
+        found = [plan for plan, _ in better] or [search.longer(best)]
         return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
 
     def _is_off_unknown(self, search: Search) -> bool:
-        """Whether "off", with which plans are compared, is to be timed first: it never was for so many rows, and they
-        go on for longer than that takes."""
-        known = not self.by_clock or self.memory.knows_off(search.batch)
+        """Whether "off", with which plans are compared, is to be timed first: it never was, and rows go on."""
+        known = not self.by_clock or self.memory.knows_off
         return not known and 0 < self.FIRST_TIMES < max(search.situation.rooms) / 2
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
@@ -329,16 +328,6 @@ class Controller:
         self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
         lost += self.to_build if plan.active else 0.0
         return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
-
-    def _longer(self, best: Plan) -> Plan | None:
-        """The best plan with a longer draft for the target, where little is known but of its own positions."""
-        if not best.active or 2 * best.most > MOST:
-            return None
-        pair, top = self.memory.pair(self.levels, best.active[0], TARGET), best.active[0]
-        longer = next(length for length in LENGTHS if length >= 2 * best.most)
-        if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
-            return None
-        return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         """How much each row drafts: no token that is kept so rarely that its seconds would write more elsewhere."""

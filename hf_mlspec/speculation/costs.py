@@ -15,6 +15,7 @@ import numpy as np
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # in one pass, of all rows together
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a short probe
 LONG = 1024  # slots that a row already has where the cost of attention is measured
+_AT_ONCE = 2  # passes of one number of tokens, and others once all were timed: what else runs may soon have ended
 _AT_LONG = 8  # tokens of the pass that measures it
 _LEFT_OVER = 2.0  # of a budget as much is left for what comes later as goes to one number of tokens
 _LEAST = 1e-7  # seconds; a clock that stood still is no cost
@@ -112,33 +113,35 @@ def measure(
     """Time `run(tokens, slots)`, so many forward passes over so many tokens behind so many slots.
 
     budget: seconds in which measuring ends, whatever is left to measure; two numbers of tokens are always measured.
-    repeats: passes of each. step: called after each number of tokens, for a progress bar. long: whether rows of LONG
-    slots can be run, which shows the cost of attention.
+    repeats: passes of each, not all in a row. step: called after each number of tokens, for a progress bar. long:
+    whether rows of LONG slots can be run, which shows the cost of attention.
     """
     end = perf_counter() + budget
     run(1, 0)  # kernels are loaded, memory is touched
     last = _seconds(run, 1, 0)  # of all passes of a run
     taken: dict[int, list[float]] = {}
     for count in tokens:
-        fits = int((end - perf_counter()) / (_LEFT_OVER * last))
-        if len(taken) >= 2 and fits < 2:
+        if len(taken) >= 2 and end - perf_counter() < _AT_ONCE * _LEFT_OVER * last:
             break
-        taken[count] = sorted(_seconds(run, count, 0) for _ in range(min(max(fits, 2), repeats)))
-        last = taken[count][0]
+        taken[count] = [_seconds(run, count, 0) for _ in range(min(_AT_ONCE, repeats))]
+        last = min(taken[count])
         step()
-    counts = tuple(sorted(taken))
-    times = [taken[count][0] for count in counts]
-    attention = _attention(run, counts, times) if long and perf_counter() < end else 0.0
-    seconds = tuple(time / passes for time in _rising(times))
-    return PassCosts(counts, seconds, tuple(map(_spread, taken.values())), attention / passes)
+    at_long = max(count for count in taken if count <= _AT_LONG)
+    far = _far(run, at_long) if long and perf_counter() < end else 0.0
+    for count in list(taken) * (repeats - _AT_ONCE):
+        if end - perf_counter() < _LEFT_OVER * min(taken[count]):
+            break
+        taken[count].append(_seconds(run, count, 0))
+    lines = [sorted(taken[count]) for count in sorted(taken)]
+    attention = max(far - min(taken[at_long]), 0.0) / (at_long * LONG)
+    seconds = tuple(time / passes for time in _rising([line[0] for line in lines]))
+    return PassCosts(tuple(sorted(taken)), seconds, tuple(map(_spread, lines)), attention / passes)
 
 
-def _attention(run: Callable[[int, int], None], counts: tuple[int, ...], times: list[float]) -> float:
-    """Seconds for one token and slot: a pass behind many slots beside one behind none."""
-    count = max(c for c in counts if c <= _AT_LONG)
+def _far(run: Callable[[int, int], None], count: int) -> float:
+    """Seconds of a pass behind many slots, which shows the cost of attention."""
     run(count, LONG)
-    far = min(_seconds(run, count, LONG) for _ in range(3))
-    return max(far - times[counts.index(count)], 0.0) / (count * LONG)
+    return min(_seconds(run, count, LONG) for _ in range(3))
 
 
 def _seconds(run: Callable[[int, int], None], tokens: int, slots: int) -> float:

@@ -2,7 +2,8 @@
 
 What a round brings and costs is in fixed_rounds.py. A plan that no round was captured of costs the seconds of
 capturing it, less those that not having it has cost so far: it is captured when it is worth it, as skis are bought
-when as much went to renting them.
+when as much went to renting them. Some of them the rest of the call must gain in any case, or the last rounds of calls
+would capture plans that fit them a little better; only levels of which nothing is captured yet may be tried without.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _FEW_ROUNDS = 4.0  # of "off", from here down the last round of a row counts as 
 _NEARLY = 0.25  # unless only so much of it is needed
 _CAPTURING_SHARE = 0.03  # of all seconds may go to capturing rounds that show whether another plan is better
 _FIRST_CAPTURING = 0.05  # seconds, as long as nothing is remembered of a chain
+_REST = 0.3  # of the seconds of capturing is what the rest of a call must gain, whatever was lost before
 _WORTH_CAPTURING = 0.02  # what a plan must gain over the best that can run to be missed
 
 
@@ -81,9 +83,7 @@ class FixedSearch(Search):
     def lengths(self, active: tuple[int, ...]) -> tuple[Plan, float]:
         """The best lengths: those that would be if all were captured, or some that are."""
         times, best = self._times(), self.cells.plan_at(self._best_of(active))
-        if self._ready is None:
-            self._ready = self.captures.ready(self.batch)
-        found = [best, *(plan for plan in self._ready if plan.active == active and plan != best)]
+        found = [best, *(plan for plan in self._captured() if plan.active == active and plan != best)]
         each = [(plan, float(times[self.cells.place_of(plan)]) + self._rest(plan)) for plan in found]
         return min(each, key=lambda one: one[1])
 
@@ -96,7 +96,18 @@ class FixedSearch(Search):
         return self.captures.seconds(plan, self.batch)
 
     def _rest(self, plan: Plan) -> float:
-        return max(self.to_prepare(plan) - self.credit.get(plan.active, 0.0), 0.0)
+        seconds = self.to_prepare(plan)
+        least = 0.0 if self.doubts and not self._is_known(plan.active) else _REST
+        return max(seconds - self.credit.get(plan.active, 0.0), least * seconds)
+
+    def _is_known(self, active: tuple[int, ...]) -> bool:
+        """Whether any plan of these levels is captured."""
+        return any(plan.active == active for plan in self._captured())
+
+    def _captured(self) -> list[Plan]:
+        if self._ready is None:
+            self._ready = self.captures.ready(self.batch)
+        return self._ready
 
     def _off_time(self) -> float:
         round_ = self.known.off(self.batch, self.situation.slots)
@@ -150,7 +161,8 @@ class FixedController(Controller):
         return found
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
-        affordable = super()._affordable(search, plan, usual)
+        worth = not search.to_prepare(plan) or search.hoped().time(plan) < sum(search.left()) / usual
+        affordable = worth and super()._affordable(search, plan, usual)
         if not affordable and search.to_prepare(plan):
             self._wait_for(plan)
         return affordable

@@ -157,9 +157,10 @@ class Memory:
         general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(_alike((), 0, batch))
         return general if own is None else own.mean(general, _OFF_WEIGHT)
 
-    def knows_off(self, batch: int) -> bool:
-        """Whether rounds of the target alone, of as many rows up to a factor of two, have been timed."""
-        return _alike((), 0, batch) in self.ratios
+    @property
+    def knows_off(self) -> bool:
+        """Whether rounds of the target alone have been timed, of however many rows."""
+        return any(not active for active, _, _ in list(self.ratios))
 
     def _sums(self, batch: int) -> tuple[float, dict[tuple[int, ...], float]]:
         """The mean ratio of all rounds of as many rows, or if there are none of all rounds, and that by levels."""

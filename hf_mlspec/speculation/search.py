@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .estimates import RowEstimates, odds_ratio, reach
+from .estimates import MOST, RowEstimates, odds_ratio, reach
 from .forecast import Expectations, Forecast
-from .plans import TARGET, Cells, Drafting, Plan, Situation, off
+from .plans import LENGTHS, TARGET, Cells, Drafting, Plan, Situation, off, plan_of
 
 _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as it has gained: it may end any time
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
+_KNOWN = 6.0  # observations of a position that say something
 _OFF_WEIGHT = 0.5  # of what rounds of "off" took, beside what calls like theirs were expected to take
 
 
@@ -149,6 +150,17 @@ class Search:
     def left(self) -> list[float]:
         """Tokens that each row is expected to gain still."""
         return self._left
+
+    def longer(self, best: Plan) -> Plan | None:
+        """The best plan with a longer draft for the target, where little is known but of its own positions."""
+        if not best.active or 2 * best.most > MOST:
+            return None
+        top = best.active[0]
+        pair = self.known.memory.pair(self.known.levels, top, TARGET)
+        longer = next(length for length in LENGTHS if length >= 2 * best.most)
+        if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
+            return None
+        return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
 
     def _off_time(self) -> float:
         return sum(self._left) / self.off_speed

@@ -141,8 +141,8 @@ class Survey:
         else:
             controller = Controller(known.target, levels, memory=memory)
         controller.start(rows)
-        plan = controller.choose(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
-        off, speed = controller.off_speed, controller.forecast.speed
+        best = controller.best_of(Situation([ROOM] * rows, SLOTS, [[0] * rows for _ in levels]))
+        plan, off, speed = best.plan, best.off_speed, best.forecast.speed
         if self.alone:
             off = captured_speed(self._chain.target.runner, self._config, rows, SLOTS)
         if speed < off:  # such a call leaves its levels out

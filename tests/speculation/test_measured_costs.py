@@ -1,0 +1,59 @@
+"""Are costs what a pass takes on an idle machine, although something else ran for a while when they were measured?"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_mlspec.speculation import costs
+from hf_mlspec.speculation.costs import LONG, measure
+
+
+class Clock:
+    """A machine of which a pass takes 1 second and .01 for every token, and 1e-5 for every token and slot. busy: from
+    when until when passes take three times as long."""
+
+    def __init__(self, busy: tuple[float, float] = (0.0, 0.0)):
+        self.now, self.busy, self.ran = 0.0, busy, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, tokens: int, slots: int) -> None:
+        slow = 3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0
+        self.now += slow * (1.0 + 0.01 * tokens + 1e-5 * tokens * slots)
+        self.ran.append((tokens, slots))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    def found(clock: Clock, **options):
+        monkeypatch.setattr(costs, "perf_counter", clock)
+        return measure(clock.run, tokens=(1, 2, 4, 8, 16), **options)
+
+    return found
+
+
+@pytest.mark.parametrize("busy", [(0.0, 0.0), (4.0, 9.0), (8.0, 13.0)])
+def test_a_program_that_runs_for_a_while_is_in_no_cost(busy, measured):
+    found = measured(Clock(busy), budget=60.0)
+    assert found.tokens == (1, 2, 4, 8, 16)
+    assert found.seconds == pytest.approx([1.01, 1.02, 1.04, 1.08, 1.16], rel=1e-6)
+    assert found.attention == pytest.approx(1e-5, rel=1e-6)
+    assert (found.spread[1] > 1.0) == (busy == (4.0, 9.0))
+
+
+def test_measuring_ends_with_its_budget(measured):
+    clock = Clock()
+    found = measured(clock, budget=8.0)
+    assert 2 <= len(found.tokens) < 5
+    assert clock.now < 8.0 + 5 * 1.2  # one number of tokens, and attention
+    clock = Clock()
+    assert measured(clock, budget=0.0, long=False).tokens == (1, 2)
+    assert all(slots == 0 for _, slots in clock.ran)
+    assert max(slots for _, slots in _ran(measured)) == LONG
+
+
+def _ran(measured) -> list[tuple[int, int]]:
+    clock = Clock()
+    measured(clock, budget=60.0)
+    return clock.ran
