@@ -108,24 +108,13 @@ __global__ void __launch_bounds__(kThreads, kTiles > 2 ? 1 : 2) high_kernel(cons
   const uint32_t from = cell_at + (lane % 16) * kRowBytes + lane / 16 * 16;  // ldmatrix: rows, then the second eight columns
   float sums[kHalves][kTiles][4] = {};
   const int64_t first = int64_t(blockIdx.y) * kTiles * kTileTokens;
-  const int count = warp < across ? (across - warp + kWarps - 1) / kWarps : 0;  // cells of this warp
-  int begins = 0, ends = 0;  // of 32 of them, one a lane: words are then asked for without a wait for where they are
-  const auto look_up = [&](int number) {
-    const int cell = (number + lane) * kWarps + warp;
-    begins = cell < across ? starts[cell] : 0, ends = cell < across ? starts[cell + 1] : 0;
-  };
-  look_up(0);
   Words next;
-  next.load(words, __shfl_sync(0xFFFFFFFFu, begins, 0), __shfl_sync(0xFFFFFFFFu, ends, 0), lane);
+  if (warp < across) next.load(words, starts[warp], starts[warp + 1], lane);
   wait_for_previous_kernel();
   __syncwarp();
-  for (int number = 0; number < count; ++number) {
+  for (int cell = warp; cell < across; cell += kWarps) {
     const Words now = next;
-    const int cell = number * kWarps + warp, after = number + 1;
-    if (after < count) {
-      if (after % kWarp == 0) look_up(after);
-      next.load(words, __shfl_sync(0xFFFFFFFFu, begins, after % kWarp), __shfl_sync(0xFFFFFFFFu, ends, after % kWarp), lane);
-    }
+    if (cell + kWarps < across) next.load(words, starts[cell + kWarps], starts[cell + kWarps + 1], lane);
     if (now.begin == now.end) continue;
     Inputs x[kTiles > 2 ? 1 : kTiles];
     if constexpr (kTiles <= 2) {
