@@ -55,7 +55,7 @@ def test_clear_leaves_nothing_but_that_the_model_is_prepared(prepared):
     full = {"prepared": prepared, "engine": "cpu" if prepared else None, "decoders": {dict: ((), {})},
             "levels": {"mxfp4": ((), 1)}, "chains": [1], "costs": {"cpu": 1}, "checks": {"cpu": 1},
             "memories": {"mxfp4": 1}, "learned": {"mxfp4": 1}, "openings": {"mxfp4": 1}, "shelved": {"mxfp4": 1},
-            "known": {("mxfp4",): 1}, "last_stats": 1, "warnings": {"is slow"}}
+            "known": {("mxfp4",): 1}, "last_stats": 1, "alike": ((), ()), "warnings": {"is slow"}}
     assert full.keys() == {one.name for one in fields(ModelState)}
     for name, value in full.items():
         setattr(state, name, value)
