@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..formats import CacheFormat
 from ..precision import Bits
-from .rows import KeptState, Lane
+from .lanes import KeptState, Lane
 
 Rows = list[list[int]]
 

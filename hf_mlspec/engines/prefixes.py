@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .lanes import KeptState
 from .memory import bytes_in
-from .rows import KeptState
 
 BLOCK = 64  # tokens
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.compiled_decoder import DeltaSizes
-from .rows import KeptState
+from .lanes import KeptState
 
 STATES = 2  # of a row: where its tokens are settled, and behind what is checked
 WINDOW = 32  # tokens of a row whose inputs are kept at first

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from ..formats import CacheFormat, cache_format
 from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
+from .lanes import KeptState, Lane
 from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_quietly, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
@@ -35,36 +35,6 @@ class Decoder(Protocol):
 
     def reserve_positions(self, count: int) -> None:
         """Rotary tables for at least `count` positions."""
-
-
-class KeptState(NamedTuple):
-    """What recurrent layers keep of a row behind so many of its tokens, apart from any cache.
-
-    states: float32 ``[layers, value_heads, key_dim, value_dim]``; inputs: of the last tokens, as many as the next one
-    reads, ``[layers, tokens, kept_width]``.
-    """
-
-    states: Tensor
-    inputs: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.states.nbytes + self.inputs.nbytes
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A row that is no row of a cache yet. kv: as `new_kv` of one row; states: what recurrent layers keep of it, as
-    its engine has it, None where there are none."""
-
-    kv: Tensor
-    states: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class CachedRows:

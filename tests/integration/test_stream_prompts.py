@@ -14,8 +14,9 @@ import hf_mlspec
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.engine import CudaEngine
+from hf_mlspec.engines.lanes import KeptState
 from hf_mlspec.engines.prefixes import BLOCK, KeptPrefixes, bytes_of
-from hf_mlspec.engines.rows import DecoderRows, KeptState
+from hf_mlspec.engines.rows import DecoderRows
 from hf_mlspec.integration.stream.prompts import LongPrompts
 from hf_mlspec.integration.stream.stream import _Stream
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder

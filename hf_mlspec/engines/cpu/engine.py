@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine import Capabilities, Guess, Rows, Scores
-from ..rows import Lane
+from ..lanes import Lane
 from .rows import CpuRows
 
 PIECE = 2048  # tokens: compiled code cannot be interrupted, so a prompt of more is handed to it piece by piece

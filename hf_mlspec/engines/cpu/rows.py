@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..engine import Rows
+from ..lanes import KeptState, Lane
 from ..recurrent import RecurrentRows
-from ..rows import DecoderRows, KeptState, Lane
+from ..rows import DecoderRows
 from .decoder import CpuDecoder
 
 

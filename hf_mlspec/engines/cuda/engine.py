@@ -19,8 +19,8 @@ from ...ops.delta import AT_END, KEEP
 from ...ops.integers import integers
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
+from ..lanes import Lane
 from ..memory import out_of_memory
-from ..rows import Lane
 from .decoder import CudaDecoder, Packing
 from .row_bits import BlockBits
 from .rows import CudaRows

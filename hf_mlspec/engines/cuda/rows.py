@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...ops.delta import AT_START, KEEP
 from ..engine import Rows
-from ..rows import DecoderRows, KeptState, Lane
+from ..lanes import KeptState, Lane
+from ..rows import DecoderRows
 from .decoder import CudaDecoder
 from .states import DeltaStates
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...ops.compiled_decoder import DeltaSizes
 from ...ops.delta import AT_END, KEEP
 from ..architecture.delta import MOST_TAPS
-from ..rows import KeptState
+from ..lanes import KeptState
 
 WINDOW = 64  # tokens of a row whose inputs are kept at least
 

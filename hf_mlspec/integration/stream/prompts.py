@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ...engines.engine import Engine
+from ...engines.lanes import KeptState, Lane
 from ...engines.memory import copy_quietly, out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
-from ...engines.rows import KeptState, Lane, up_to_growth
+from ...engines.rows import up_to_growth
 from ...nn.shards import is_shared
 from ...nn.state import say_once
 from ...speculation.deferred import inside

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ...engines.engine import Engine
-from ...engines.rows import KeptState
+from ...engines.lanes import KeptState
 
 
 @dataclass
