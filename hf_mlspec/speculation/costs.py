@@ -15,7 +15,6 @@ import numpy as np
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # in one pass, of all rows together
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a short probe
 LONG = 1024  # slots that a row already has where the cost of attention is measured
-_AT_ONCE = 2  # passes of one number of tokens, and others once all were timed: what else runs may soon have ended
 _AT_LONG = 8  # tokens of the pass that measures it
 _LEFT_OVER = 2.0  # of a budget as much is left for what comes later as goes to one number of tokens
 _LEAST = 1e-7  # seconds; a clock that stood still is no cost
@@ -113,22 +112,24 @@ def measure(
     """Time `run(tokens, slots)`, so many forward passes over so many tokens behind so many slots.
 
     budget: seconds in which measuring ends, whatever is left to measure; two numbers of tokens are always measured.
-    repeats: passes of each, not all in a row. step: called after each number of tokens, for a progress bar. long:
-    whether rows of LONG slots can be run, which shows the cost of attention.
+    repeats: passes of each in a row; one more once all were timed, as what else ran may have ended. step: called after
+    each number of tokens, for a progress bar. long: whether rows of LONG slots can be run, which shows the cost of
+    attention.
     """
     end = perf_counter() + budget
     run(1, 0)  # kernels are loaded, memory is touched
     last = _seconds(run, 1, 0)  # of all passes of a run
     taken: dict[int, list[float]] = {}
     for count in tokens:
-        if len(taken) >= 2 and end - perf_counter() < _AT_ONCE * _LEFT_OVER * last:
+        fits = int((end - perf_counter()) / (_LEFT_OVER * last))
+        if len(taken) >= 2 and fits < 2:
             break
-        taken[count] = [_seconds(run, count, 0) for _ in range(min(_AT_ONCE, repeats))]
+        taken[count] = [_seconds(run, count, 0) for _ in range(min(max(fits, 2), repeats))]
         last = min(taken[count])
         step()
     at_long = max(count for count in taken if count <= _AT_LONG)
     far = _far(run, at_long) if long and perf_counter() < end else 0.0
-    for count in list(taken) * (repeats - _AT_ONCE):
+    for count in taken:
         if end - perf_counter() < _LEFT_OVER * min(taken[count]):
             break
         taken[count].append(_seconds(run, count, 0))

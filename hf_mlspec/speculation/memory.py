@@ -135,17 +135,17 @@ class Memory:
         """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and
         before there are many, of rounds of other plans. The second time hopefully: these may have been slow for a
         reason that rounds alike do not share."""
-        rows, (everywhere, by_levels) = batch.bit_length(), self._sums(batch)
+        rows, (everywhere, by_levels), pace = batch.bit_length(), self._sums(batch), self.pace
         found: tuple[list[list[float]], list[list[float]]] = [], []
         for active in choices:
             if (own := by_levels.get(active)) is None:
                 for line, general in zip(found, (everywhere, min(everywhere, 1.0)), strict=True):
-                    line.append([general] * len(LENGTHS))
+                    line.append([pace * general] * len(LENGTHS))
                 continue
             alike = [self.ratios.get((active, bits, rows)) for bits in range(_BITS[-1] + 1)]
             for line, general in zip(found, (own, min(own, 1.0)), strict=True):
                 each = [general if one is None else one.mean(general, _FACTOR_WEIGHT) for one in alike]
-                line.append([each[bits] for bits in _BITS])
+                line.append([pace * each[bits] for bits in _BITS])
         return found
 
     def factor_of_off(self, batch: int) -> float:
@@ -155,7 +155,7 @@ class Memory:
             return 1.0
         everywhere, by_levels = self._sums(batch)
         general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(_alike((), 0, batch))
-        return general if own is None else own.mean(general, _OFF_WEIGHT)
+        return self.pace * (general if own is None else own.mean(general, _OFF_WEIGHT))
 
     @property
     def knows_off(self) -> bool:

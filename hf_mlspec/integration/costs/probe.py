@@ -26,6 +26,7 @@ from .replayed import PASSES, replays
 _BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
 
 _FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # seconds until kept costs are timed again, and each time as many times more
+_FIRST_CAPTURED = 60.0  # the same where passes are captured to be timed, which takes .2 seconds
 _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
 _DISTURBED = 0.8  # of the kept costs: what is less says that something else ran when those were measured
 
@@ -38,8 +39,8 @@ class Check:
     wait: float
 
     @classmethod
-    def of(cls, costs: PassCosts) -> Check:
-        wait = max(_FIRST_CHECK, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
+    def of(cls, costs: PassCosts, first: float = _FIRST_CHECK) -> Check:
+        wait = max(first, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
         return cls(monotonic() + wait, wait)
 
     def again(self, seconds: float) -> None:
@@ -103,7 +104,7 @@ def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, repl
     checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
     check = checks.get(key)
     if check is None:
-        checks[key] = Check.of(kept)
+        checks[key] = Check.of(kept, _FIRST_CAPTURED if replayed else _FIRST_CHECK)
         return
     if not is_due(check.due):
         return
