@@ -211,9 +211,11 @@ def _free_on_host() -> int | None:
         return None
     files = "active_file", "inactive_file"
     memory = [1024 * found["MemAvailable:"], *_left("memory.max", "memory.current", "", *files)]
-    memory += _left("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", *(f"total_{name}" for name in files))
+    old = "memory", *(f"total_{name}" for name in files)  # version 1, where swap counts in a limit of both
+    memory += _left("memory.limit_in_bytes", "memory.usage_in_bytes", *old)
+    both = _left("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes", *old)
     swap = min([1024 * found.get("SwapFree:", 0), *_left("memory.swap.max", "memory.swap.current", "")])
-    return min([min(memory) + swap, *_addresses_left()])
+    return min([min(memory) + swap, *both, *_addresses_left()])
 
 
 def _addresses_left() -> list[int]:

@@ -178,7 +178,7 @@ def test_memory_that_ends_half_way_leaves_what_is_done(capsys, saved_model, text
     monkeypatch.setattr(FinishedBlocks, "write", lambda *block: kept(*block) or torch.empty(2**60))
     line = refusal(capsys, *words)
     folder = tmp_path / "out.blocks"
-    assert "no memory is left on cpu behind 0 of 2 blocks: free some and repeat the call" in line
+    assert "no memory is left on cpu behind 1 of 2 blocks: free some and repeat the call" in line
     assert f"behind the blocks in {str(folder)!r}" in line
     made = []
     monkeypatch.setattr(FinishedBlocks, "write", lambda self, at, *rest: made.append(at) or kept(self, at, *rest))

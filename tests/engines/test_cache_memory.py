@@ -198,6 +198,11 @@ SYSTEMS = {
         {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "5:cpu:/x\n7:hugetlb,memory:/job\n0::/",
          f"{V1}/job/memory.limit_in_bytes": str(GIB), f"{V1}/job/memory.usage_in_bytes": str(2 * GIB)}, GIB,
     ),
+    "version 1, no swap": (
+        {"/proc/meminfo": MEMINFO, "/proc/self/cgroup": "7:memory:/", f"{V1}/memory.limit_in_bytes": str(2 * GIB),
+         f"{V1}/memory.usage_in_bytes": str(GIB), f"{V1}/memory.memsw.limit_in_bytes": str(2 * GIB),
+         f"{V1}/memory.memsw.usage_in_bytes": str(GIB)}, GIB,
+    ),
 }  # fmt: skip
 
 

@@ -241,8 +241,10 @@ def _run(
 
 
 def _exhausted(device: torch.device, done: int, blocks: int, finished: FinishedBlocks | None) -> str:
-    """What to do where a block needs more than is left: others took some, or the estimate was too small."""
-    what = f"no memory is left on {device} behind {done} of {blocks} blocks: free some"
+    """What to do where a block needs more than is left: others took some, or the estimate was too small. done: blocks
+    that were passed; with a work folder, those that it holds count."""
+    kept = done if finished is None else sum(index in finished for index in range(blocks))
+    what = f"no memory is left on {device} behind {kept} of {blocks} blocks: free some"
     if finished is None:
         return f"{what} and load the model again, or give fewer samples or tokens"
     return (f"{what} and repeat the call, which goes on behind the blocks in {str(finished.folder)!r}, or remove that "
