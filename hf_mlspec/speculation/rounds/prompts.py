@@ -41,7 +41,7 @@ class PromptGraphs:
 
     def __init__(self, level: RoundLevel):
         self.decoder, self.bits, self.cache_format = level.decoder, level.bits, level.cache_format
-        alone = level.decoder.ranks is None  # of processes that share it one would capture, by its clock, before others
+        alone = level.decoder.ranks is None  # else one process, by its clock, would capture before the others
         stateless = level.states is None and not level.decoder.num_recurrent
         self.works = alone and stateless and level.decoder.captures(level.bits)
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
