@@ -11,6 +11,7 @@ import torch
 from transformers.generation import EtaLogitsWarper, LogitsProcessorList
 
 from ..engines.memory import available
+from ..nn.shards import is_shared
 from ..nn.state import say_once
 from ..speculation.draft import Rows
 from ..speculation.loop import Loop
@@ -72,11 +73,14 @@ def captured(
 
 def _first_slots(runners: list[Any], needed: int, stream_of: int) -> int:
     """Slots of every row. Of a stream, whose longest row may come later, as many as a row can have, or as a part of
-    the memory that is free has room for: making room later keeps running rows waiting, as graphs are made anew."""
+    the memory that is free has room for: making room later keeps running rows waiting, as graphs are made anew.
+    Processes that share a target make room at the same time: the memory that each has free does not count."""
     own = [runner for runner in runners if runner.follow is None]
     each = sum(runner.bytes_per_token for runner in own) * bucket_of(max(stream_of, 1))
     most = [positions for runner in own if (positions := max_positions(runner.model))]
-    if not stream_of or not each or not most or (free := available(runners[0].device)) is None:
+    if not stream_of or is_shared(runners[0].model) or not each or not most:
+        return needed
+    if (free := available(runners[0].device)) is None:
         return needed
     return max(needed, min(*most, free // _SHARE_OF_STREAM // each))
 

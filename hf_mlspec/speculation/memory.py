@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _OFF_WEIGHT = 1.0  # of what costs say of "off", in timed rounds: all other plans are compared with it
 _PACE = 0.25  # of what is known of the machine's pace is told by the last round
-_MOST_RATIO = 1e3  # measured over predicted seconds that a file may tell of; more is no measurement
+_MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
 _BITS = [length.bit_length() for length in LENGTHS]
@@ -88,6 +88,8 @@ class Memory:
                 key = tuple([_index(at, levels) for at in active]), int(most), int(batch)
                 ratio = Counted(_FACTOR_WINDOW)
                 ratio.set(*map(float, one["counted"]), most=_MOST_RATIO)
+                if ratio.kept < ratio.tried / _MOST_RATIO:
+                    raise ValueError(f"{ratio.kept!r} of {ratio.tried!r} rounds")
                 if ratio.tried:  # of no round nothing is known
                     memory.ratios[key] = ratio
         except (KeyError, TypeError, ValueError) as error:

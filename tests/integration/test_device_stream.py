@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -401,3 +402,11 @@ def test_a_long_row_that_comes_later_finds_room(target, draft, grown, monkeypatc
     assert [done[n].new_tokens for n in range(3)] == [alone(target, n) for n in range(3)]
     assert [size for _, size in grown] == ([] if share == 8 else [512])
 
+
+@pytest.mark.parametrize(("processes", "slots"), [(1, 64), (2, 20)])
+def test_processes_that_share_a_target_have_slots_by_no_memory_of_their_own(target, monkeypatch, processes, slots):
+    monkeypatch.setattr(capture, "available", lambda device: 64 * 8)
+    monkeypatch.setattr(capture, "_SHARE_OF_STREAM", 1)
+    monkeypatch.setattr(target, "_tp_size", processes, raising=False)
+    runner = SimpleNamespace(follow=None, bytes_per_token=8, model=target, device=torch.device("cpu"))
+    assert capture._first_slots([runner], 20, 1) == slots

@@ -122,3 +122,25 @@ def test_without_memory_prompts_are_read_kernel_by_kernel(level, monkeypatch):
     monkeypatch.setattr(PromptGraphs, "_capture", full)
     graphs.took(shape, 2.0, 1.0, 0.5)
     assert graphs.shape(PROMPTS[:1], 0) is None
+
+
+def test_processes_that_share_a_model_have_no_such_graphs(level, monkeypatch):
+    monkeypatch.setattr(level.decoder, "ranks", object())  # their clocks differ, and all have to make the same calls
+    assert PromptGraphs(level).shape(PROMPTS[:1], 0) is None
+
+
+def test_a_graph_of_prompts_makes_others_seem_no_dearer(level):
+    class Rounds:
+        capture_seconds, captured_layers = 0.0, 0
+
+        def seconds_of_layers(self, layers):
+            return -1e9
+
+    graphs, rounds = PromptGraphs(level), Rounds()
+    with torch.inference_mode():
+        graphs.read(level, [0], PROMPTS[:1], [0], 0, 0.0, rounds)
+        layers, seconds = rounds.captured_layers, rounds.capture_seconds
+        graphs.read(level, [0], PROMPTS[:1], [0], 0, 0.0, rounds)  # by a replay
+    assert layers == level.decoder.num_layers
+    assert seconds > 0
+    assert (rounds.captured_layers, rounds.capture_seconds) == (layers, seconds)

@@ -92,6 +92,12 @@ def test_a_ratio_of_no_rounds_is_none():
     assert memory.factor_of_off(1) > 0
 
 
+@pytest.mark.parametrize("kept", [0.0, 1e-300])
+def test_rounds_that_took_no_time_are_no_measurement(kept):
+    with pytest.raises(ValueError, match=r"nothing that a controller learned.*of 2\.0 rounds"):
+        Memory.from_dict({"pairs": [], "ratios": [{"rounds": [[], 0, 1], "counted": [2.0, kept]}]}, 2)
+
+
 def test_nothing_is_written_before_it_is_due_and_nothing_twice(files, load, monkeypatch):
     decode(load())
     learned.write_what_is_due()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import io
 import re
 import sys
 from types import SimpleNamespace
 
 import pytest
+import rich
 import torch
 from models import near, tiny
 from rich.console import Console
@@ -77,6 +79,37 @@ def test_a_terminal_shows_the_same(capsys):
     assert "\x1b[48;5;166m" in caught.get()  # of the first level
     plain = re.sub("\x1b[^m]*m", "", caught.get())
     assert all(word in plain for text in shown.texts() for word in text.split())
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal of six lines."""
+    own = Console(file=io.StringIO(), width=80, height=6, force_terminal=True, force_jupyter=False)
+    monkeypatch.setattr(rich, "_console", own)
+    monkeypatch.setattr(module, "_EVERY", 0.0)
+    return own.file
+
+
+def plain(screen):
+    """What was written there, without colours and moves."""
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", screen.getvalue())
+
+
+def test_a_terminal_shows_each_token_as_it_comes(screen):
+    request = Request("x")
+    said = [NewTokens(request, TOKENIZER(word)["input_ids"], None, ["level"]) for word in "abc"]
+    for number, _ in enumerate(show_levels(said, TOKENIZER), start=1):
+        assert [line.strip() for line in plain(screen).splitlines() if line.strip()][-1] == "abc"[:number]
+
+
+def test_a_text_longer_than_the_screen_shows_its_end_and_then_all(screen):
+    ids = TOKENIZER("\n".join(f"line{n}." for n in range(20)))["input_ids"]
+    stream = show_levels([NewTokens(Request("x"), ids, None, ["level"] * len(ids))], TOKENIZER)
+    next(stream)
+    assert "line19." in plain(screen)
+    assert "line10." not in plain(screen)
+    list(stream)
+    assert all(f"line{n}." in plain(screen) for n in range(20))
 
 
 def test_a_stream_whose_reader_leaves_is_closed(cell):

@@ -95,7 +95,9 @@ class LongPrompts:
         if budget and not kept:
             model = self.target.model
             why = "module by module a token's bits depend on its batch"
-            why = "its states are kept at borders of chunks, and prefill_chunk is None" if exact else why
+            if exact:
+                no_chunks = "prefill_chunk is None" if timed else "processes share it, which read no chunks"
+                why = f"its states are kept at borders of chunks, and {no_chunks}"
             say_once(model, f"{type(model).__name__} keeps no prefixes: {why}")
 
     def opening(self, one: Admitted, drafting: Sequence[int]) -> Opening:

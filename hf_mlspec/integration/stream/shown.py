@@ -15,7 +15,7 @@ from .events import NewTokens, TextPieces
 from .request import Completion
 
 if TYPE_CHECKING:
-    from rich.live import Live
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
 _TARGET = "the target"
@@ -96,7 +96,7 @@ def show_levels(events: Iterable[NewTokens | Completion], tokenizer: Any) -> Ite
     tokenizer: the target's.
     """
     shown, drawn = Shown(tokenizer), 0.0
-    picture = _notebook(shown) or _terminal(shown)
+    picture = _notebook(shown) or _Terminal(shown)
     try:
         for event in events:
             shown.add(event)
@@ -105,8 +105,7 @@ def show_levels(events: Iterable[NewTokens | Completion], tokenizer: Any) -> Ite
                 picture.update(shown)
             yield event
     finally:
-        picture.update(shown)
-        picture.stop()
+        picture.stop(shown)
 
 
 class _Cell:
@@ -120,8 +119,9 @@ class _Cell:
     def update(self, shown: Shown) -> None:
         self._handle.update(shown)
 
-    def stop(self) -> None:
-        """It stays as it is."""
+    def stop(self, shown: Shown) -> None:
+        """It stays as it is then."""
+        self.update(shown)
 
 
 def _notebook(shown: Shown) -> _Cell | None:
@@ -130,12 +130,35 @@ def _notebook(shown: Shown) -> _Cell | None:
     return _Cell(shown) if hasattr(found, "kernel") else None
 
 
-def _terminal(shown: Shown) -> Live:
-    from rich.live import Live
+class _Terminal:
+    """The lines of a terminal from here on."""
 
-    live = Live(shown, auto_refresh=False, vertical_overflow="visible")
-    live.start()
-    return live
+    def __init__(self, shown: Shown) -> None:
+        from rich.live import Live
+
+        self._live = Live(_Tail(shown), auto_refresh=False)
+        self._live.start()
+
+    def update(self, shown: Shown) -> None:
+        self._live.update(_Tail(shown), refresh=True)
+
+    def stop(self, shown: Shown) -> None:
+        self._live.update(shown)
+        self._live.stop()
+
+
+class _Tail:
+    """The last lines, as many as the screen has: those above have left it, and cannot be drawn again."""
+
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        for line in console.render_lines(self._shown, options, pad=False)[-console.height :]:
+            yield from line
+            yield Segment.line()
 
 
 def _end(done: Completion) -> str:

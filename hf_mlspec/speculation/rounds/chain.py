@@ -115,7 +115,8 @@ class CapturedChain:
         """As `reading.read`, or by one replay."""
         if (graphs := self._prompts.get(id(level))) is None:
             return read(level, places, rows, cached, window)
-        of_layer = self.step_seconds / self.levels[0].decoder.num_layers
+        target = self.levels[0].decoder
+        of_layer = self.step_seconds / (target.num_layers + target.num_recurrent)  # some have recurrent ones alone
         return graphs.read(level, places, rows, cached, window, of_layer, self.graphs)
 
     def fits(self, batch: int, slots: int) -> bool:

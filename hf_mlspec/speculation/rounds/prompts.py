@@ -41,7 +41,9 @@ class PromptGraphs:
 
     def __init__(self, level: RoundLevel):
         self.decoder, self.bits, self.cache_format = level.decoder, level.bits, level.cache_format
-        self.works = level.states is None and not level.decoder.num_recurrent and level.decoder.captures(level.bits)
+        alone = level.decoder.ranks is None  # else one process, by its clock, would capture before the others
+        stateless = level.states is None and not level.decoder.num_recurrent
+        self.works = alone and stateless and level.decoder.captures(level.bits)
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
         self._fingerprint = level.decoder.fingerprint
         self._kv: Tensor | None = None
@@ -63,7 +65,10 @@ class PromptGraphs:
         begin, layers = perf_counter(), level.decoder.num_layers
         steps = read(level, places, rows, cached, draft_window)
         launching = perf_counter() - begin
-        rounds.capture_seconds += self.took(shape, launching, of_layer * layers, rounds.seconds_of_layers(layers))
+        seconds = self.took(shape, launching, of_layer * layers, rounds.seconds_of_layers(layers))
+        if seconds:
+            rounds.capture_seconds += seconds
+            rounds.captured_layers += layers
         return steps
 
     def shape(self, rows: Rows, draft_window: int) -> tuple[int, int, int] | None:

@@ -18,8 +18,8 @@ class Steps:
     get their first token from a round of one step, where they wait so much less that it outweighs one wait more of all
     rows for the host, or where one was read beside the others: these waited for it to join, and are not to wait for a
     whole round behind that. Of a stream, which tells tokens as they come. joined: rows that did since the last launch;
-    read: whether all was read of one of them before. Where processes share the target no clock is
-    asked: theirs differ.
+    read: whether all was read of one of them before. Where processes share the target no clock is asked, as theirs
+    differ.
     """
 
     def __init__(self, chain: CapturedChain):
