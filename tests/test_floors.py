@@ -42,7 +42,6 @@ TIMES_ROOMS = {
     "eval/bench_planes/": ("hf_mlspec.nn", "hf_mlspec.routing"),
     "eval/list_architectures/": ("hf_mlspec.engines", "hf_mlspec.integration"),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
-    "eval/bench_llama_cpp/ours.py": ("hf_mlspec.nn",),
     "eval/bench_ranks/": ("hf_mlspec.engines",),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/rotations/": ("hf_mlspec.calibration",),
