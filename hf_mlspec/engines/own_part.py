@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..formats.mxfp4 import BLOCK
+from ..nn.adapters import adapted_names
 from ..nn.packed import PackedLinear
 from ..nn.replace import share
 from ..nn.shards import group_of, local, local_linear, style_of, whole
@@ -35,6 +36,7 @@ class OwnPart:
     def __init__(self, model: nn.Module, ranks: Ranks):
         """UnknownArchitecture for a model that is shared in another way than linear by linear; ValueError where heads
         do not go round, or the processes are not alike. Every process has to call it."""
+        _require_no_adapters(model)
         _require_split(model)
         self.ranks, self.vocab = ranks, 0
         self.model, self._shared = share(model), []
@@ -145,6 +147,13 @@ def _divide_heads(model: nn.Module, count: int) -> None:
                 f"divide: use a tensor-parallel size that divides {heads}"
             )
         setattr(config, name, heads // count)
+
+
+def _require_no_adapters(model: nn.Module) -> None:
+    """UnknownArchitecture for LoRA beside linears of which each process has a part."""
+    adapted = adapted_names(model)
+    if adapted:
+        raise UnknownArchitecture(f"processes share it and its {adapted[0]} carries adapters")
 
 
 def _require_split(model: nn.Module) -> None:

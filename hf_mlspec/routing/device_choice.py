@@ -64,6 +64,7 @@ class ChosenOnDevice:
         device = weights[0].inner.device
         self.means = [torch.empty(own.inner.shape[1], device=device) for own in weights]
         self._widths: list[Tensor] = []
+        weights[0].failed.zero_()  # a step may have set it, of which nobody asks
 
     def at(self, block: int, x: Tensor, starts: Tensor) -> Chosen:
         """As `BlockBits.at`; only enqueues."""
@@ -72,10 +73,8 @@ class ChosenOnDevice:
 
     def told(self) -> list[int]:
         """The widths of all blocks; waits for the device. FloatingPointError where a score was NaN or infinite."""
-        failed = self.weights[0].failed
-        *widths, fails = torch.cat([*self._widths, failed]).tolist()
+        *widths, fails = torch.cat([*self._widths, self.weights[0].failed]).tolist()
         if fails:
-            failed.zero_()
             for mean, block in zip(self.means, self.blocks, strict=True):
                 require_finite(mean[None], block.name)  # raises where its input is the reason
             raise FloatingPointError("the router scores a block NaN or infinite: train another")

@@ -26,14 +26,17 @@ def adapted(places: tuple[str, ...] = ("proj",), **own):
 
 
 @pytest.mark.parametrize("places", [("proj",), ("q_proj", "v_proj"), ("o_proj", "up_proj")])
-def test_logits_are_near_those_of_the_modules(places):
+@torch.no_grad()
+def test_logits_are_as_near_to_the_exact_ones_as_those_of_the_modules(places):
+    """Roundings to bfloat16 alone are 3 to 5 %, what the adapters add is 17 to 50 %."""
     model, _ = adapted(places)
     rows = [[token % model.config.vocab_size for token in row] for row in random_ids(3)]
     exact = [copy.deepcopy(model).float()(torch.tensor([row])).logits[0] for row in rows]
+    modules = [model(torch.tensor([row])).logits[0].float() for row in rows]
     decoder = CudaDecoder(model.cuda())
-    for found, right in zip(Lanes(decoder, 3).feed(rows), exact, strict=True):
-        error = (found.float().cpu() - right).norm() / right.norm()
-        assert error < 0.03, error
+    for found, plain, right in zip(Lanes(decoder, 3).feed(rows), modules, exact, strict=True):
+        error, rounding = ((own - right).norm() / right.norm() for own in (found.float().cpu(), plain))
+        assert error < 1.25 * rounding < 0.07, (error, rounding)
 
 
 def test_a_row_keeps_its_bits():

@@ -279,5 +279,5 @@ def test_pageable_memory_where_pinning_is_refused(monkeypatch):
 
 
 def test_what_spreads_a_model_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"device_map says auto.*max_memory"):
-        demo("auto", plane_budget="1GB")
+    with pytest.raises(ValueError, match=r"device_map says balanced, .*name it, .*or say 'auto'"):
+        demo("balanced", plane_budget="1GB")

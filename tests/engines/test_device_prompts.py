@@ -24,6 +24,8 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 class Counted:
     """A decoder that counts the tokens its layers compute, and the padded ones of its steps."""
 
+    ranks = None
+
     def __init__(self, decoder: CudaDecoder):
         self.decoder, self.device, self.computed, self.padded = decoder, decoder.device, [], []
 
@@ -85,6 +87,22 @@ def test_steps_are_shorter_where_memory_is_short(decoder, monkeypatch):
     monkeypatch.setattr(engine, "LEAST_CHUNK", 32)
     with pytest.raises(torch.OutOfMemoryError):
         cache_of(Small(decoder), rows)
+
+
+def test_processes_that_share_a_model_never_make_other_steps(decoder, monkeypatch):
+    """The others would add parts of another step."""
+    class Shared(Counted):
+        ranks, calls = object(), 0
+
+        def forward(self, *operands, **options):
+            self.calls += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "LEAST_CHUNK", 8)
+    shared = Shared(decoder)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache_of(shared, prompts(LENGTHS))
+    assert shared.calls == 1
 
 
 def test_what_a_step_without_memory_computed_is_freed_before_the_next(decoder, monkeypatch):

@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lora import add_lora
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_mlspec import demo_pair, direct_cast
+from hf_mlspec.engines.architecture import UnknownArchitecture
+from hf_mlspec.engines.cuda.ranks import exchange_of
+from hf_mlspec.engines.own_part import OwnPart
+from hf_mlspec.engines.ranks import Ranks
 from hf_mlspec.nn.linear import Mxfp4Linear
+from hf_mlspec.ops import ranks as boxes
 
 OTHER = "this transformers has another tensor parallelism"
 PROGRAM = Path(__file__).resolve().parents[1] / "ranks.py"
@@ -89,6 +95,41 @@ def test_other_formats_and_styles_are_refused(tiny_model, mesh):
     model.model.layers[1].mlp.forward = model.model.layers[1].mlp.forward
     with pytest.raises(ValueError, match=r"runs model\.layers\.1\.mlp as one"):
         direct_cast(model)
+
+
+def test_adapters_beside_parts_are_refused_by_name(tiny_model, mesh):
+    model = split(tiny_model("llama"), mesh, PLAN)
+    add_lora(model, ("q_proj",))
+    with pytest.raises(UnknownArchitecture, match=r"share it and its model\.layers\.0\.self_attn\.q_proj carries ada"):
+        OwnPart(model, None)
+
+
+class Said(Ranks):
+    """The second of two processes on one machine, whose other one says the same."""
+
+    def __init__(self):
+        self.group, self.device, self.index, self.count = None, torch.device("cuda:0"), 1, 2
+
+    def told(self, said):
+        return [said, said]
+
+
+class NoHandle:
+    def handle(self):
+        raise RuntimeError("no handle")
+
+
+@pytest.mark.parametrize("problem", [ValueError("boxes are of 2 to 8 ranks"), RuntimeError("no memory"), None])
+def test_processes_without_boxes_all_add_up_another_way(monkeypatch, problem):
+    """None is left waiting for what another one has to say."""
+    def new_boxes(*_):
+        if problem is not None:
+            raise problem
+        return NoHandle()
+
+    monkeypatch.setattr(boxes, "new_boxes", new_boxes)
+    ranks = Said()
+    assert exchange_of(ranks) is ranks
 
 
 def started(*words: str) -> subprocess.CompletedProcess:

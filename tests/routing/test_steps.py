@@ -21,6 +21,7 @@ from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
 from hf_mlspec.routing.cpu_engine import RoutedCpuEngine
+from hf_mlspec.routing.device_choice import ChosenOnDevice, weights_on_device
 from hf_mlspec.routing.engine import RoutedEngine, routed_engine
 from hf_mlspec.routing.mixing import Mixture, Prefixes
 from hf_mlspec.routing.passes import Routed, Steps
@@ -227,6 +228,19 @@ def test_how_often_is_saved_with_the_router_and_refused_where_unknown(model, rou
     for made in (hf_mlspec.SpeculationConfig, lambda **own: hf_mlspec.MLSpecConfig(**how, **own)):
         with pytest.raises(ValueError, match="there is no router"):
             made(router_every="step")
+
+
+def test_a_step_of_nan_fails_no_prompt_behind_it(model, router):
+    blocks, weights = blocks_of(model), weights_on_device(router, CPU)
+    x = torch.randn(3, blocks[0].features)
+    weights[0].failed.fill_(1)  # as such a step leaves it
+    choosing = ChosenOnDevice(weights, blocks)
+    choosing.at(0, x, torch.zeros(1, dtype=torch.int32))
+    assert set(choosing.told()) <= set(router.widths)
+    choosing = ChosenOnDevice(weights, blocks)
+    choosing.at(0, x * torch.nan, torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(FloatingPointError):
+        choosing.told()
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])

@@ -188,8 +188,8 @@ def prefill(
             how["states"] = None if states is None else states.part(first, end)
             decoder.forward(*operands, kv[:, :, first:end], **how)
         except RuntimeError as error:
-            if most <= LEAST_CHUNK or not out_of_memory(error):
-                raise
+            if decoder.ranks is not None or most <= LEAST_CHUNK or not out_of_memory(error):
+                raise  # of processes that share a model all make the same calls
         else:
             done[first:end] = [n + count for n, count in zip(done[first:end], counts, strict=True)]
             steps += 1

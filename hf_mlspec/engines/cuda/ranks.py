@@ -36,12 +36,13 @@ def exchange_of(ranks: Ranks) -> Ranks:
     cannot reach one another's memory, where that is so."""
     if ranks.device.type != "cuda":
         return ranks
-    own, why = None, None
+    own = handle = why = None
     try:
         own = boxes.new_boxes(ranks.device, ranks.index, ranks.count)
-    except RuntimeError as error:
+        handle = own.handle()
+    except (RuntimeError, ValueError) as error:  # of want of memory, of too many processes
         why = str(error)
-    told = ranks.told((_machine(), None if own is None else own.handle()))
+    told = ranks.told((_machine(), handle))
     if why is None:
         why = _open(own, ranks, told)
     problems = [problem for problem in ranks.told(why) if problem is not None]
