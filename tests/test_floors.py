@@ -44,7 +44,6 @@ TIMES_ROOMS = {
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_llama_cpp/": ("hf_mlspec.nn",),
     "eval/bench_ranks/": ("hf_mlspec.engines",),
-    "eval/bench_llama_cpp/ours.py": ("hf_mlspec.nn",),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/rotations/": ("hf_mlspec.calibration",),
     "eval/zipper/": ("hf_mlspec.calibration", "hf_mlspec.evaluation.tasks", "hf_mlspec.formats", "hf_mlspec.nn"),
