@@ -14,12 +14,19 @@ SCHEMAS = [
     "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
     "out_features, Tensor? bias, int group_size, int zero_doubled, int num_planes, int total_planes, int "
     "outputs_of_weight) -> Tensor",
+    "bitplane_chosen(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor widths, int out_features, Tensor? bias,"
+    " int group_size, int zero_doubled) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
     "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes, int total_planes, int outputs_of_weight) -> Tensor",
     "bitplane_sums(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, int group_size, int "
     "zero_doubled, int num_planes) -> Tensor",
+    "choose_of_prompt(Tensor x, Tensor(a!) mean, Tensor inner, Tensor inner_bias, Tensor outer, Tensor outer_bias, "
+    "Tensor candidates, Tensor(b!) failed, Tensor(c!) arrived) -> Tensor",
+    "choose_of_steps(Tensor x, Tensor starts, Tensor lengths, Tensor known, Tensor means, Tensor inner, Tensor "
+    "inner_bias, Tensor outer, Tensor outer_bias, Tensor candidates, Tensor(a!) failed, Tensor(b!) arrived, float "
+    "share) -> Tensor",
     "choose_rows(Tensor logits, float softcap, Tensor? seed, Tensor? streams, Tensor? positions) -> (Tensor, "
     "Tensor)",
     "cpu_isa() -> str",
