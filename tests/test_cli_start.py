@@ -148,3 +148,11 @@ def test_the_shell_is_told_what_could_come_next(monkeypatch):
     monkeypatch.setitem(sys.modules, "argcomplete", None)  # not installed
     assert main(["info"]) == 0
     assert "PYTHON_ARGCOMPLETE_OK" in Path(mlspec_cli.__file__).read_text(encoding="utf-8")[:1024]
+
+
+def test_commands_start_without_what_extras_bring():
+    """A plain install has neither a server's packages nor those of evaluation, and the first command runs in it."""
+    extras = "fastapi uvicorn httptools uvloop openai prometheus_client ray lm_eval matplotlib scipy peft nbclient gguf"
+    absent = f"import sys; sys.modules |= dict.fromkeys({extras.split()!r}); import hf_mlspec.cli, hf_mlspec.batch.worker"
+    ran = python("-c", absent)
+    assert ran.returncode == 0, ran.stderr

@@ -10,7 +10,6 @@ from typing import Any
 from .backend import Backend, Ticket
 from .errors import ApiError
 from .messages import Cancel, Close, Look, News, Ready, Replied, Submit, Told
-from .metrics import Watch
 
 
 class BackendEnd:
@@ -26,7 +25,7 @@ class BackendEnd:
         self._tickets: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
 
-    def serve(self, backend: Backend, watch: Watch) -> None:
+    def serve(self, backend: Backend, watch: Any) -> None:
         """Take tickets for a backend, in a thread, until the connection ends; then nobody waits for it any more."""
         self._thread = threading.Thread(target=self._run, args=(backend, watch), name="mlspec-taking", daemon=True)
         self._thread.start()
@@ -49,7 +48,7 @@ class BackendEnd:
         with self._sending, contextlib.suppress(OSError):  # where it is gone the thread that listens hears of it
             self.connection.send(message)
 
-    def _run(self, backend: Backend, watch: Watch) -> None:
+    def _run(self, backend: Backend, watch: Any) -> None:
         """However it ends, nobody waits for this end, and this one for nobody."""
         try:
             with contextlib.suppress(EOFError, OSError):
@@ -62,7 +61,7 @@ class BackendEnd:
             with self._sending:
                 self.connection.close()
 
-    def _take(self, message: Any, backend: Backend, watch: Watch) -> None:
+    def _take(self, message: Any, backend: Backend, watch: Any) -> None:
         match message:
             case Submit(number, asks):
                 self.send(Replied(number, self._submitted(asks, backend)))
