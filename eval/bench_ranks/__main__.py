@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_mlspec
 from eval.gpu_timing import capture, time_each
 from eval.plans.options import counts
+from eval.rows import padded
 from eval.targets import OF_CHAINS, kind_and_config, random_model
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.cuda.ranks import exchange_of
@@ -195,27 +196,25 @@ def alike(args: argparse.Namespace, size: int) -> None:
     chains = {"[]": [], **{Path(word).name: [word] for word in args.level}}
     chains |= {"all": args.level} if len(args.level) > 1 else {}
     say(kind="built", model=args.model, processes=size, engine=engine_of(model).name)
-    reference: dict[int, list] = {}
+    reference = None
     for batch in args.batch:
         for name, levels in chains.items():
             began = time.time()
             found = [row for first in range(0, len(rows), batch)
                      for row in _written(model, rows[first : first + batch], levels, args)]
             every = [found] if size == 1 else Ranks(dist.group.WORLD, model.device).told(found)
-            reference.setdefault(0, found)
+            reference = reference or found
             say(kind="alike", chain=name, batch=batch, prompts=len(rows), tokens=sum(map(len, found)),
                 ranks_differ=sum(own != every[0] for own in every),
-                rows_differ=sum(a != b for a, b in zip(found, reference[0], strict=True)),
+                rows_differ=sum(a != b for a, b in zip(found, reference, strict=True)),
                 seconds=round(time.time() - began, 1))
 
 
 def _written(model: PreTrainedModel, rows: list[list[int]], levels: list, args: argparse.Namespace) -> list[list[int]]:
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    out = model.generate(ids, attention_mask=mask, assistant_models=levels, max_new_tokens=args.new_tokens,
-                         min_new_tokens=None, do_sample=False, pad_token_id=0, eos_token_id=None)
-    return out[:, longest:].tolist()
+    inputs = padded(rows, model.device)
+    out = model.generate(**inputs, assistant_models=levels, max_new_tokens=args.new_tokens, min_new_tokens=None,
+                         do_sample=False, pad_token_id=0, eos_token_id=None)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,6 +37,7 @@ from eval.lossless.contexts import caches, differing, streamed, texts_of
 from eval.plans.places import Places
 from eval.records.progress import Bars
 from eval.records.writer import OTHER_RESULTS
+from eval.rows import padded
 from hf_mlspec.evaluation import read_prompts, what_changed
 
 TIE = 1e-5  # two float64 logits closer than this are a tie: float32 sums in another order may turn it around
@@ -148,10 +149,8 @@ def written_alone(model: PreTrainedModel, tokenizer: Any, prompts: list[str], pl
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]  # [None] where nothing ends a row
     width, pad = max(map(len, rows)), next(id for id in (tokenizer.pad_token_id, *ends, 0) if id is not None)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     written = model.generate(
-        ids, attention_mask=mask, max_new_tokens=plan["max_new_tokens"], do_sample=False, pad_token_id=pad,
+        **padded(rows, model.device, pad), max_new_tokens=plan["max_new_tokens"], do_sample=False, pad_token_id=pad,
         assistant_models=[], speculation_config={"prepare": plan.get("prepare", True)})[:, width:].tolist()
     return [row[: next((at + 1 for at, id in enumerate(row) if id in ends), len(row))] for row in written]
 

@@ -137,10 +137,6 @@ class Engine(Protocol):
         """Copy keys and values of the first `count` tokens of a row, in pieces, into its slots of the cache, and the
         state behind them, where layers keep one."""
 
-    def behind(self, lane: Lane, count: int) -> KeptState | None:
-        """What recurrent layers keep of a lane behind the `count` tokens that were read into it; None where there are
-        none."""
-
     # With `can.greedy_rounds` only:
 
     def score(

@@ -36,3 +36,7 @@ class Lane:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
+
+    def behind(self, count: int) -> KeptState | None:
+        """What recurrent layers keep behind the `count` tokens that were read into it; None where there are none."""
+        return None if self.states is None else self.states.taken(0, count)

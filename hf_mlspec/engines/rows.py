@@ -241,6 +241,8 @@ class DecoderRows(CachedRows):
             end = min(first + piece.shape[3], count)
             copy_quietly(self.cache.kv[:, :, row, :, first:end], piece[:, :, :, : end - first])
             first = end
+        if state is not None:
+            self.states.put(row, state, count)
 
     def lane(self, tokens: int) -> Lane:
         """Memory for a row that is no row of the cache yet, for `read` of an engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class RowWidths:
         self.chosen[row] = self.queries[row] = None
 
 
-class ChoosingRows(RowWidths):
+class ChoosingRows(RowWidths, ABC):
     """The same in front of a compiled engine, which chooses in a pass of its own before it reads a row."""
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
@@ -55,6 +56,6 @@ class ChoosingRows(RowWidths):
                 self._choose(r, row, len(rows))
         return super().feed(rows, guess, alive)
 
+    @abstractmethod
     def _choose(self, r: int, row: list[int], batch: int) -> None:
         """Row r of ``batch``, whose tokens are ``row``, gets its widths, and all but its last token are read."""
-        raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_routed_decoder import DEVICE, ROWS, demo, generated
+from test_routed_decoder import DEVICE, ROWS, demo, drawn_router, generated
 
 import hf_mlspec
 from hf_mlspec import ops
@@ -13,10 +13,8 @@ from hf_mlspec.engines.engine import Guess
 from hf_mlspec.formats.planes import zeros_doubled
 from hf_mlspec.ops.operator import REFERENCES
 from hf_mlspec.ops.planes.choosing import ChooserWeights, chooses_on_device
-from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
 from hf_mlspec.routing.host_choice import Scorers
-from hf_mlspec.routing.router import Router
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 
@@ -109,12 +107,7 @@ def test_steps_choose_for_themselves_behind_their_query(chooser):
 
 @pytest.fixture(scope="module")
 def router():
-    torch.manual_seed(5)
-    made = Router(blocks_of(demo()))
-    for own in made.of:
-        torch.nn.init.normal_(own.outer.weight)
-        torch.nn.init.normal_(own.inner.weight, std=0.5)
-    made = made.eval().requires_grad_(False).choosing("step")
+    made = drawn_router(inner_std=0.5).choosing("step")
     made.step_share = 0.7
     return made
 

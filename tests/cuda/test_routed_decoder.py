@@ -26,14 +26,20 @@ def demo(**streaming):
     ).eval()
 
 
-@pytest.fixture(scope="module")
-def router():
+def drawn_router(inner_std=None):
     """Its choices differ between prompts."""
     torch.manual_seed(5)
     made = Router(blocks_of(demo()))
     for own in made.of:
         torch.nn.init.normal_(own.outer.weight)
+        if inner_std is not None:
+            torch.nn.init.normal_(own.inner.weight, std=inner_std)
     return made.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def router():
+    return drawn_router()
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def test_a_named_engine_is_that_engine_and_can_what_it_says(model, name):
     assert (engine.dtype, engine.vocab_size, engine.max_positions) == (torch.float32, model.config.vocab_size, 64)
     names = [name for name in vars(Engine) if not name.startswith("_")]
     rounds = {"score", "draft", "draft_checked"}
-    lanes = {"lane", "read", "behind", "hold"}  # of engines that read prompts beside running rows
+    lanes = {"lane", "read", "hold"}  # of engines that read prompts beside running rows
     assert all(hasattr(engine, name) for name in names if engine.can.greedy_rounds or name not in rounds | lanes)
     assert engine.can.greedy_rounds == all(hasattr(engine, name) for name in rounds)
 

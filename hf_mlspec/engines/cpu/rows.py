@@ -7,13 +7,10 @@ many tokens: what the leader checked is what the follower has to go on from. Bey
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from ..engine import Rows
-from ..lanes import KeptState, Lane
 from ..recurrent import RecurrentRows
 from ..rows import DecoderRows
 from .decoder import CpuDecoder
@@ -62,16 +59,6 @@ class CpuRows(DecoderRows):
         super().forget(row)
         if self.states is not None:
             self.states.forget(row)
-
-    def hold(self, row: int, pieces: Iterable[Tensor], count: int, state: KeptState | None = None) -> None:
-        """As of `DecoderRows`."""
-        super().hold(row, pieces, count)
-        if state is not None:
-            self.states.put(row, state, count)
-
-    def behind(self, lane: Lane, count: int) -> KeptState | None:
-        """What recurrent layers keep of a lane behind the `count` tokens that were read into it."""
-        return None if lane.states is None else lane.states.taken(0, count)
 
     def _lane_states(self) -> RecurrentRows | None:
         layers = self.decoder.num_recurrent

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...nn.adapters import LowRank, base_of, low_rank_of
+from ...nn.adapters import LowRank, base_of, is_adapted, low_rank_of
 from ...nn.transforms import NONE
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape
@@ -46,7 +46,7 @@ def joined_with_adapters(modules: Sequence[nn.Module], name: str) -> JoinedLinea
     """As `joined`, of linears of which some carry LoRA adapters. UnknownArchitecture where their inputs are ordered or
     rotated: adapters read them as they come."""
     shapes = [linear_shape(module, name) for module in modules]  # of LoRA alone
-    pairs = [low_rank_of(module) if base_of(module) is not module else None for module in modules]
+    pairs = [low_rank_of(module) if is_adapted(module) else None for module in modules]
     bases = [base_of(module) for module in modules]
     if all(pair is None for pair in pairs):
         return joined(bases, name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...ops.delta import AT_START, KEEP
 from ..engine import Rows
-from ..lanes import KeptState, Lane
+from ..lanes import KeptState
 from ..rows import DecoderRows
 from .decoder import CudaDecoder
 from .states import DeltaStates
@@ -73,15 +73,9 @@ class CudaRows(DecoderRows):
 
     def hold(self, row: int, pieces: Iterable[Tensor], count: int, state: KeptState | None = None) -> None:
         """As of `DecoderRows`."""
-        super().hold(row, pieces, count)
-        if state is not None:
-            self.states.put(row, state, count)
-            if row < len(self.settled):  # captured rounds have more places than rows
-                self.settled[row] = count
-
-    def behind(self, lane: Lane, count: int) -> KeptState | None:
-        """What recurrent layers keep of a lane behind the `count` tokens that were read into it."""
-        return None if lane.states is None else lane.states.taken(0, count)
+        super().hold(row, pieces, count, state)
+        if state is not None and row < len(self.settled):  # captured rounds have more places than rows
+            self.settled[row] = count
 
     def _lane_states(self) -> DeltaStates | None:
         layers, how = self.decoder.num_recurrent, (self.decoder.dtype, self.decoder.device)

@@ -162,7 +162,7 @@ class LongPrompts:
                 over.append(number)
                 begun = self.begun[number] = Beginning()
                 for lane in found.lanes:
-                    state = lane.engine.behind(lane.lane, lane.done)
+                    state = lane.lane.behind(lane.done)
                     begun.add(lane.engine, [lane.lane.kv[:, :, 0]], lane.done, state)
         return [(number, self.reading.pop(number).one) for number in over]
 
@@ -217,7 +217,7 @@ class LongPrompts:
         if keeps and not self._keeps_states:
             self._keep(found.row[:end], lane.lane.kv, 0)
         elif keeps and end in self._borders(len(found.row)):
-            self._keep(found.row[:end], lane.lane.kv, 0, lambda: lane.engine.behind(lane.lane, end))
+            self._keep(found.row[:end], lane.lane.kv, 0, lambda: lane.lane.behind(end))
 
     def _borders(self, length: int) -> list[int]:
         """Behind how many tokens of a prompt its state is kept: whole chunks of blocks, and the last block."""
