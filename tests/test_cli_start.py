@@ -152,7 +152,7 @@ def test_the_shell_is_told_what_could_come_next(monkeypatch):
 
 def test_commands_start_without_what_extras_bring():
     """A plain install has neither a server's packages nor those of evaluation, and the first command runs in it."""
-    extras = "fastapi uvicorn httptools uvloop openai prometheus_client ray lm_eval matplotlib scipy peft nbclient"
+    extras = "fastapi uvicorn httptools uvloop openai prometheus_client ray lm_eval matplotlib sklearn scipy peft"
     absent = f"import sys; sys.modules |= dict.fromkeys({extras.split()!r}); import hf_mlspec.cli"
     ran = python("-c", absent)
     assert ran.returncode == 0, ran.stderr
