@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import sys
@@ -58,6 +59,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="file of a residual rotation, for one more line; where there is none, it is learned")
     parser.add_argument("--peer", action="store_true", help="one more line: llm-compressor's GPTQ on the same samples")
     parser.add_argument("--methods", nargs="+", help="of quantize (default: rtn, quarot, and with a text their gptq)")
+    parser.add_argument("--packed", nargs="+", type=Path, default=[], metavar="FOLDER",
+                        help="of mlspec quantize, a line each, beside the methods that are named")
+    parser.add_argument("--kv-caches", nargs="+", default=["none"], choices=["none", "int8", "int4"], metavar="WORD",
+                        help="formats of keys and values, a line of every model with it each (default: none)")
     parser.add_argument("--dampings", nargs="+", type=float, metavar="X",
                         help="of GPTQ, a line of every method with it each (default: one, quantize's own)")
     parser.add_argument("--clips", nargs="+", metavar="CLIP",
@@ -67,7 +72,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="of models, calibration and measurements (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="of the prompts that are continued (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results, too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.packed and "auto" in (args.clips or ()):
+        parser.error('--clips auto is searched on the samples of methods, --packed has none: name a number')
+    return args
 
 
 def learn(args: argparse.Namespace, tokenizer) -> None:
@@ -109,6 +117,18 @@ def int4_model(args: argparse.Namespace, name: str, calibration: object, tokeniz
     return model
 
 
+def saved_model(args: argparse.Namespace, folder: Path) -> nn.Module:
+    """What mlspec quantize wrote."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(args.device).eval()
+
+
+def methods_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Those that are named, else all that the text allows, unless folders are named."""
+    if args.methods or args.packed:
+        return tuple(args.methods or ())
+    return ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
+
+
 def damped(methods: tuple[str, ...], dampings: list[float] | None) -> tuple[str, ...]:
     """The names of methods, those with GPTQ once for each damping."""
     if not dampings:
@@ -117,17 +137,20 @@ def damped(methods: tuple[str, ...], dampings: list[float] | None) -> tuple[str,
     return tuple(name for names in each for name in names)
 
 
-def clipped(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str, ...]) -> tuple[list, tuple]:
-    """Every model at every clip, prepared, and what it is called. With 16 activation bits codes do not hang on it."""
+def varied(args: argparse.Namespace, made: list[nn.Module], methods: tuple[str, ...]) -> tuple[list, tuple]:
+    """Every model at every clip, over every cache, prepared, and what it is called. With 16 activation bits codes do
+    not hang on the clip, and those that were chosen over keys and values as computed are read over each cache."""
     models, names = [], []
     for name, model in zip(methods, made, strict=True):
-        for clip in args.clips or (None,):
-            own = model
+        for clip, cache in itertools.product(args.clips or (None,), args.kv_caches):
+            own = model if (clip, cache) == (None, "none") else copy.deepcopy(model)
             if clip is not None:
-                own = at_clip(copy.deepcopy(model), own_clip(model) if clip == "auto" else float(clip))
-            models.append(hf_mlspec.prepare(own))
-            names.append(name if clip is None else f"{name}, clip {clip}")
-    return models, tuple(names)
+                at_clip(own, own_clip(model) if clip == "auto" else float(clip))
+            if cache != "none":
+                own.config.quantization_config.kv_cache = cache
+            models.append(own)
+            names.append(name + (f", clip {clip}" if clip else "") + (f", {cache} cache" if cache != "none" else ""))
+    return [hf_mlspec.prepare(model) for model in models], tuple(names)
 
 
 def own_clip(model: nn.Module) -> float:
@@ -184,15 +207,15 @@ def main(argv: list[str] | None = None) -> int:
     texts = {args.text.name: windows_of(args.text, tokenizer, args.windows),
              "solutions": solutions_of(tasks[: args.solutions], tokenizer)}  # fmt: skip
     prompts = prompts_by_source(args, tasks, tokenizer)
-    methods = ("rtn", "quarot") if args.calibration is None else ("rtn", "gptq", "quarot", "quarot+gptq")
-    methods = damped(tuple(args.methods or methods), args.dampings)
+    methods = damped(methods_of(args), args.dampings)
     if args.learned is not None:
         learn(args, tokenizer)
         methods += () if any(", learned" in method for method in methods) else ("quarot+gptq, learned",)
     nothing = [prompts["HumanEval"][0]["input_ids"][0].tolist()]  # rounding to nearest needs none
     calibration = drawn_rows(args, tokenizer) if args.calibration else nothing
     made = [int4_model(args, method, calibration, tokenizer) for method in methods]
-    models, methods = clipped(args, made, methods)
+    made += [saved_model(args, folder) for folder in args.packed]
+    models, methods = varied(args, made, (*methods, *(folder.name for folder in args.packed)))
     if args.peer:
         models, methods = [*models, peer_model(args, calibration)], (*methods, PEER)
     results = [scored(args, *one, texts, prompts) for one in zip(methods, models, strict=True)]

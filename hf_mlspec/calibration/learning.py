@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engines.architecture.known import KNOWN
-from ..formats.activations import dequantize_rows, quantize_rows
+from ..formats import activations
 from ..nn.transforms import TransformedLinear
+from ..ops import quantize_rows
 from .blocks import blocks_of
 from .rotation import rotate, separate_head, stream_matrix
 from .turned_weights import READERS
@@ -92,7 +93,8 @@ class _Quantized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group_size: int, bits: int) -> Tensor:
-        return dequantize_rows(*quantize_rows(x, group_size, bits), group_size, x.dtype)
+        quantize = activations.quantize_rows if x.is_cuda else quantize_rows  # GPUs' kernel is of bfloat16 alone
+        return activations.dequantize_rows(*quantize(x, group_size, bits), group_size, x.dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -101,17 +103,24 @@ class _Quantized(torch.autograd.Function):
 
 @contextmanager
 def _quantized(model: nn.Module, learned: nn.Parameter, group_size: int, bits: int) -> Iterator[None]:
-    """Linears of a rotated model's blocks multiply quantized inputs; those that read the residual stream, inputs that
-    the matrix rotated once more, by weights that it rotated, too."""
+    """Linears of a rotated model's blocks multiply quantized inputs; of those that read the residual stream, inputs
+    that the matrix R rotated once more: ``Q(x R) (W R)^T``, which is ``(Q(x R) R^T) W^T``. What is rotated is a
+    sample, once for all that read it, and not every weight."""
     entry = KNOWN[type(model).__name__]
     readers = {entry.linears[name] for names in READERS.values() for name in names if name in entry.linears}
+    latest: list[Tensor] = []  # what readers were given, and what they multiply in its place
 
-    def over(linear: nn.Module, turns: bool) -> Callable[[Tensor], Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        if not latest or latest[0] is not x:
+            latest[:] = x, _Quantized.apply(x @ learned, group_size, bits) @ learned.T
+        return latest[1]
+
+    def over(linear: nn.Linear, turns: bool) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if isinstance(linear, TransformedLinear):
                 x = linear.transform.apply(x, linear.transform_tensors())
-            x, weight = (x @ learned, linear.weight @ learned) if turns else (x, linear.weight)
-            return F.linear(_Quantized.apply(x, group_size, bits), weight, linear.bias)
+            read = rotated(x) if turns else _Quantized.apply(x, group_size, bits)
+            return F.linear(read, linear.weight, linear.bias)
 
         return forward
 

@@ -19,7 +19,7 @@ from hf_mlspec.ops.hadamard import matrix_on
 from hf_mlspec.ops.operator import REFERENCES
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 7 * 64, "head_dim": 32, "tie_word_embeddings": False}
-WIDTHS = (896, 1408, 2816, 4096, 5632, 9728, 11008, 14336, 18944, 28672, 29568)
+WIDTHS = (896, 1408, 2816, 4096, 4864, 5632, 9728, 11008, 13696, 14336, 18944, 25600, 28672, 29568)
 LENGTH = 100
 
 

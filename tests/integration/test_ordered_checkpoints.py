@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -65,6 +66,39 @@ def test_saved_and_loaded_bit_for_bit(tmp_path, format):
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
     once = again.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_models=[])
     assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=12, assistant_models=[]), once)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Folders of two models in shards, of the same codes: one layer of the second orders its inputs the other way."""
+    model, folders = ordered_model(tmp_path_factory.mktemp("dense")), []
+    for name in ("one", "other"):
+        folders.append(tmp_path_factory.mktemp(name))
+        model.save_pretrained(folders[-1], max_shard_size="9KB")
+        order = model.get_submodule(LAYER).transform_order
+        order.copy_(order.flip(0))
+    return folders
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["with its checksums", "without"])
+def test_a_shard_with_another_models_order_is_refused_by_name(shards, tmp_path, listed):
+    """Of one shape, and a permutation: only the checksums of the save tell."""
+    shutil.copytree(shards[0], tmp_path, dirs_exist_ok=True)
+    name = f"{LAYER}.transform_order"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    file = tmp_path / index[name]
+    swapped = load_file(shards[1] / index[name])
+    assert not torch.equal(swapped[name], load_file(file)[name])
+    if listed:
+        shutil.copy(shards[1] / index[name], file)
+        words = rf"{file.name}.* of different saves: .* differ for 1 of \d+ tensors, {name} among them"
+    else:
+        save_file(swapped, file, metadata={"format": "pt"})
+        words = rf"{name} .*{file.name}.* is damaged: its \d+ bytes have CRC-32"
+    with pytest.raises(ValueError, match=words):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        hf_mlspec.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -184,11 +184,12 @@ def _require_one_save(checkpoint: Checkpoint) -> dict[str, str]:
     lists = {file: sums for file, sums in checkpoint.checksums.items() if sums}
     first = next(iter(lists), None)
     for file, sums in lists.items():
-        if sums != lists[first]:
-            differ = sum(sums.get(name) != lists[first].get(name) for name in sums.keys() | lists[first].keys())
+        if sums != (other := lists[first]):
+            differ = sorted(name for name in sums.keys() | other.keys() if sums.get(name) != other.get(name))
+            named = next((name for name in differ if ".transform_" in name), differ[0])
             raise ValueError(
-                f"{file} and {first} are of different saves: the checksums they list differ for {differ} of "
-                f"{len(sums)} tensors; restore the files that were saved together"
+                f"{file} and {first} are of different saves: the checksums they list differ for {len(differ)} of "
+                f"{len(sums)} tensors, {named} among them; restore the files that were saved together"
             )
     return lists.get(first, {})
 
