@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .families import Feed
 from .freed import release_pages
+from .turned_weights import ROWS
 
 
 def shared(feed: Feed, values: Tensor, heads: int, kv_heads: int) -> Tensor:
@@ -35,12 +36,26 @@ def fold(block: nn.Module, feed: Feed, scales: Tensor, heads: int, kv_heads: int
         for name in ("weight", "bias"):
             tensor = getattr(producer, name)
             if tensor is not None:
-                changed = tensor.double()
-                changed[-len(channels) :] /= channels.double().view(-1, *[1] * (tensor.ndim - 1))
-                _put(producer, name, changed)
+                _put(producer, name, _divided(tensor.detach(), channels.double()))
     for name in feed.consumers:
         consumer = block.get_submodule(name)
-        _put(consumer, "weight", consumer.weight.double() * scales.double())
+        _put(consumer, "weight", _multiplied(consumer.weight.detach(), scales.double()))
+
+
+def _divided(tensor: Tensor, channels: Tensor) -> Tensor:
+    """The last ``len(channels)`` rows, each by one of ``channels`` float64; some rows at a time are in float64."""
+    changed = tensor.clone()
+    for rows, own in zip(changed[-len(channels) :].split(ROWS), channels.split(ROWS), strict=True):
+        rows.copy_(rows.double() / own.view(-1, *[1] * (rows.ndim - 1)))
+    return changed
+
+
+def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
+    """The columns ``[in]``, each by one of ``scales`` float64; some rows at a time are in float64."""
+    changed = torch.empty_like(weight)
+    for rows, into in zip(weight.split(ROWS), changed.split(ROWS), strict=True):
+        into.copy_(rows.double() * scales)
+    return changed
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:

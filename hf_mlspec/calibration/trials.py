@@ -24,7 +24,9 @@ def int4_trial(group_size: int, symmetric: bool, bits: int, clip: float = 1.0) -
     def outputs(rows: Tensor, weights: Iterable[Tensor]) -> Iterator[Tensor]:
         read = read_as(rows, group_size, bits, clip)
         for weight in weights:
-            yield F.linear(read, int4.dequantize(*int4.quantize(weight, group_size, symmetric)))
+            coded = int4.quantize(weight, group_size, symmetric)
+            del weight  # a float32 one that nobody else holds makes room for its values
+            yield F.linear(read, int4.dequantize(*coded))
 
     return outputs
 
