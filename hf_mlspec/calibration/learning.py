@@ -9,7 +9,7 @@ al., arXiv 2002.01113): with momentum M and the gradient G of the loss,
     R becomes (I + t W / 2)^-1 (I - t W / 2) R        t = rate (1 - step / steps) sqrt(width) / |W|
 
 so that a step turns rows by an angle of ``rate``, whatever the size of the gradient. A quantized activation passes its
-gradient on as it is.
+gradient on as it is. W sees of ``G R^T`` the difference from its transpose alone, so that is all that is computed.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ def learned_rotation(
     separate_head(turned)  # or rotate would say that it does
     rotate(turned, seed=seed)
     with torch.enable_grad():
-        learned = nn.Parameter(torch.eye(len(start), device=samples[0].device))
-        with _quantized(turned, learned, group_size, activation_bits):
-            _learn(turned, learned, samples, torch.Generator().manual_seed(seed), steps, rate, batch, progress)
-    return start @ learned.detach().cpu().double()
+        learned = torch.eye(len(start), device=samples[0].device)
+        turn = nn.Parameter(torch.zeros_like(learned))
+        with _quantized(turned, learned, turn, group_size, activation_bits):
+            _learn(turned, learned, turn, samples, torch.Generator().manual_seed(seed), steps, rate, batch, progress)
+    return start @ learned.cpu().double()
 
 
 def _learn(
-    model: nn.Module, learned: nn.Parameter, samples: list[Tensor], drawn: torch.Generator, steps: int, rate: float,
-    batch: int, progress: Callable[[int], None],
+    model: nn.Module, learned: Tensor, turn: nn.Parameter, samples: list[Tensor], drawn: torch.Generator, steps: int,
+    rate: float, batch: int, progress: Callable[[int], None],
 ) -> None:  # fmt: skip
     momentum = torch.zeros_like(learned)
     for step in range(steps):
@@ -72,12 +73,12 @@ def _learn(
                 raise ValueError(f"the loss of sample {index} is {loss.item()}: no rotation is learned from it")
             loss.backward()
         with torch.no_grad():
-            momentum = _step(learned, _MOMENTUM * momentum + learned.grad, rate * (1 - step / steps))
-        learned.grad = None
+            momentum = _step(learned, _MOMENTUM * momentum + turn.grad @ learned, rate * (1 - step / steps))
+        turn.grad = None
         progress(step)
 
 
-def _step(learned: nn.Parameter, momentum: Tensor, rate: float) -> Tensor:
+def _step(learned: Tensor, momentum: Tensor, rate: float) -> Tensor:
     """Move along the orthogonal matrices; -> the momentum, along them."""
     now = learned.data
     part = momentum @ now.T - now @ (now.T @ momentum @ now.T) / 2
@@ -88,38 +89,61 @@ def _step(learned: nn.Parameter, momentum: Tensor, rate: float) -> Tensor:
     return skew @ now
 
 
+def _coded(x: Tensor, group_size: int, bits: int) -> Tensor:
+    """x as its codes stand for."""
+    quantize = activations.quantize_rows if x.is_cuda else quantize_rows  # GPUs' kernel is of bfloat16 alone
+    return activations.dequantize_rows(*quantize(x, group_size, bits), group_size, x.dtype)
+
+
 class _Quantized(torch.autograd.Function):
     """Activations as their codes stand for; the gradient passes."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group_size: int, bits: int) -> Tensor:
-        quantize = activations.quantize_rows if x.is_cuda else quantize_rows  # GPUs' kernel is of bfloat16 alone
-        return activations.dequantize_rows(*quantize(x, group_size, bits), group_size, x.dtype)
+        return _coded(x, group_size, bits)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
 
+class _Turned(torch.autograd.Function):
+    """``y = Q(x R) R^T``: ``y W^T`` is ``Q(x R) (W R)^T``, and not every weight is rotated, but a sample once.
+
+    turn: T of a matrix ``(1 + T) R``, zeros. With a gradient d of y and R orthogonal that of x is d, and that of T is
+    ``x^T d + d^T y``. It is given as ``(x - y)^T d``, which is the same but for a symmetric part, which turns nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, learned: Tensor, turn: Tensor, group_size: int, bits: int) -> Tensor:
+        y = _coded(x @ learned, group_size, bits) @ learned.T
+        ctx.save_for_backward(x - y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        (lost,) = ctx.saved_tensors
+        return gradient, None, lost.flatten(0, -2).T @ gradient.flatten(0, -2), None, None
+
+
 @contextmanager
-def _quantized(model: nn.Module, learned: nn.Parameter, group_size: int, bits: int) -> Iterator[None]:
-    """Linears of a rotated model's blocks multiply quantized inputs; of those that read the residual stream, inputs
-    that the matrix R rotated once more: ``Q(x R) (W R)^T``, which is ``(Q(x R) R^T) W^T``. What is rotated is a
-    sample, once for all that read it, and not every weight."""
+def _quantized(model: nn.Module, learned: Tensor, turn: Tensor, group_size: int, bits: int) -> Iterator[None]:
+    """Linears of a rotated model's blocks multiply quantized inputs; those that read the residual stream, inputs that
+    the matrix rotated once more, by weights that it rotated, too. turn: as of `_Turned`."""
     entry = KNOWN[type(model).__name__]
     readers = {entry.linears[name] for names in READERS.values() for name in names if name in entry.linears}
-    latest: list[Tensor] = []  # what readers were given, and what they multiply in its place
+    latest: list[Tensor] = []  # what readers were given last, and what they multiply in its place
 
-    def rotated(x: Tensor) -> Tensor:
+    def turned(x: Tensor) -> Tensor:
         if not latest or latest[0] is not x:
-            latest[:] = x, _Quantized.apply(x @ learned, group_size, bits) @ learned.T
+            latest[:] = x, _Turned.apply(x, learned, turn, group_size, bits)
         return latest[1]
 
     def over(linear: nn.Linear, turns: bool) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if isinstance(linear, TransformedLinear):
                 x = linear.transform.apply(x, linear.transform_tensors())
-            read = rotated(x) if turns else _Quantized.apply(x, group_size, bits)
+            read = turned(x) if turns else _Quantized.apply(x, group_size, bits)
             return F.linear(read, linear.weight, linear.bias)
 
         return forward

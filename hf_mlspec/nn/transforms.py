@@ -77,8 +77,24 @@ def _rotated(x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     if x.dtype == torch.float64:
         return how.rotate(x)
     if torch.is_grad_enabled() and x.requires_grad and not how.is_nothing:
-        return REFERENCES["hadamard_rows"](x, matrix_on(how.order, x.device), how.size, how.inner)
+        if x.is_cuda:  # whose kernel is of bfloat16 alone
+            return REFERENCES["hadamard_rows"](x, matrix_on(how.order, x.device), how.size, how.inner)
+        return _Rotated.apply(x, how)
     return hadamard_rows(x, how)
+
+
+class _Rotated(torch.autograd.Function):
+    """`hadamard_rows`, whose gradient takes the way back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, how: Hadamard) -> Tensor:
+        ctx.how = how
+        return hadamard_rows(x, how)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return hadamard_rows(gradient.contiguous(), ctx.how, back=True), None
 
 
 def _fits_width(in_features: int) -> ValueCheck:

@@ -48,14 +48,18 @@ def _hadamard_rows(x: Tensor, matrix: Tensor | None, size: int, inner: int) -> T
     return (parts.flatten(-4) * (1 / math.sqrt(size))).to(x.dtype)
 
 
-def hadamard_rows(x: Tensor, how: Hadamard) -> Tensor:
-    """float ``[..., width]`` -> ``[..., width]`` of x's dtype: each row times the matrix of ``how``.
+def hadamard_rows(x: Tensor, how: Hadamard, *, back: bool = False) -> Tensor:
+    """float ``[..., width]`` -> ``[..., width]`` of x's dtype: each row times the matrix of ``how``, or back from it.
 
     In float32: first sums and differences of elements 1, 2, 4 .. of the power of two apart, then per output the
     products with the matrix of the order one by one, in ascending order of the inputs; once times 1 / sqrt(size), once
     rounded. ValueError where matrices do not divide the width. On a GPU x is bfloat16.
     """
-    return x if how.is_nothing else _hadamard_rows(x, matrix_on(how.order, x.device), how.size, how.inner)
+    if how.is_nothing:
+        return x
+    matrix = matrix_on(how.order, x.device)
+    matrix = matrix.T.contiguous() if back and matrix is not None else matrix
+    return _hadamard_rows(x, matrix, how.size, how.inner)
 
 
 def _check_gated_hadamard(given: Operands) -> None:
