@@ -14,6 +14,7 @@ import hf_mlspec
 from hf_mlspec.calibration import needed, pipeline
 from hf_mlspec.calibration.matrices import write_rotations
 from hf_mlspec.calibration.rotation import rotate
+from hf_mlspec.integration.quantizer import calibrated
 from hf_mlspec.nn.linear import Int4Linear
 from hf_mlspec.nn.transforms import hadamard_of
 
@@ -87,6 +88,24 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path, monkeypatch, meth
     quantize(resumed, method, work_folder=tmp_path / "work")
     assert packs == [0, 1, 1]
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in resumed.state_dict().items())
+
+
+def test_blocks_of_another_instruction_set_are_refused_by_name(tmp_path, monkeypatch):
+    """With other ones sums are added up in another order, and codes differ; the processor's name does not matter."""
+    quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+    quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+    here = torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9")
+    words = rf"holds blocks of a calibration with device 'a CPU, kernels \w+, torch {here}', now it is .*, torch AVX9'"
+    with pytest.raises(ValueError, match=words):
+        quantize(model_of(), "rtn", work_folder=tmp_path / "work")
+
+
+def test_a_gpu_is_told_by_its_name(monkeypatch):
+    named = {0: "NVIDIA H100", 1: "NVIDIA H200"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: named[device.index])
+    first, second = (calibrated._arithmetic(torch.device("cuda", index)) for index in named)
+    assert (first, second) == ("NVIDIA H100", "NVIDIA H200")
 
 
 @pytest.mark.parametrize(("given", "error", "words"), [

@@ -39,6 +39,7 @@ from ...nn.castable import has_dense_weight, require_dense, require_finite_float
 from ...nn.expert_modules import is_experts
 from ...nn.replace import attach_quantizer
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
+from ...ops.library import kernel_of
 from ..levels.resolve import clear
 from ..request import max_positions, vocab_size
 from .calibration_request import AUTO, SAMPLES, TOKENS, require_choices
@@ -287,8 +288,18 @@ def _identity(model: PreTrainedModel, plan: Plan, record: dict[str, Any]) -> dic
     own = own if not plan.row_scaled else {"activation_bits": plan.activation_bits, "format": plan.format,
                                           **plan.options}  # fmt: skip
     own |= {} if plan.activation_clip == 1 else {"activation_clip": plan.activation_clip}
-    own |= {} if model.device.type == "cpu" else {"device": model.device.type}  # sums there are in another order
-    return {**record, **own, "kept": sorted(plan.kept), "dtype": str(model.dtype), "weights": weights}
+    own |= {"device": _arithmetic(model.device), "kept": sorted(plan.kept), "dtype": str(model.dtype)}
+    return {**record, **own, "weights": weights}
+
+
+def _arithmetic(device: torch.device) -> str:
+    """In which order sums are added up there: a GPU by its name; a CPU by the instruction sets of our kernels and of
+    torch, whatever its name: with other ones codes differ (docs/benchmarks/calibration.md)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    return f"a CPU, kernels {kernel_of('bf16_linear', 'cpu')}, torch {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _hash(told: Any) -> str:
