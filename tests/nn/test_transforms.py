@@ -15,12 +15,23 @@ from transformers import AutoModelForCausalLM
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
 from hf_mlspec.engines.choose import decoder_of
+from hf_mlspec.formats.hadamard import Hadamard
 from hf_mlspec.nn.linear import Int4Linear, Mxfp4Linear
 from hf_mlspec.nn.nested import NestedLinear
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.planes import PlanesLinear
-from hf_mlspec.nn.transforms import NONE, TRANSFORMS, Transform, register_transform, unregister_transform
+from hf_mlspec.nn.transforms import (
+    HADAMARD,
+    NONE,
+    TRANSFORMS,
+    Transform,
+    record_of,
+    register_transform,
+    unregister_transform,
+)
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from hf_mlspec.ops.hadamard import matrix_on
+from hf_mlspec.ops.operator import REFERENCES
 
 PERMUTATION = Transform(
     "permutation",
@@ -156,3 +167,16 @@ def test_wrong_ones_are_named(tmp_path):
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=MLSpecConfig("int4", group_size=32, transform="permutation")
         )
+
+
+@pytest.mark.parametrize("how", [Hadamard(16), Hadamard(24, 12), Hadamard(56, 28, 2), Hadamard(52, 52)], ids=str)
+def test_the_gradient_of_a_rotation_is_that_of_plain_torch(how):
+    seed = torch.Generator().manual_seed(how.size)
+    x, wanted = torch.randn(2, 3, 2 * how.size * how.inner, generator=seed), torch.randn(2, 3, 1, generator=seed)
+    ours, plain = (x.clone().requires_grad_() for _ in range(2))
+    rotated = HADAMARD.apply(ours, record_of(how))
+    expected = REFERENCES["hadamard_rows"](plain, matrix_on(how.order, x.device), how.size, how.inner)
+    assert torch.equal(rotated, expected)
+    for one in (rotated, expected):
+        (one.square() * wanted).sum().backward()
+    assert torch.allclose(ours.grad, plain.grad, atol=1e-5)
