@@ -53,8 +53,8 @@ def memory_to_rotate(model: nn.Module) -> int:
 
 
 def memory_to_learn(model: nn.Module, samples: list[Tensor]) -> int:
-    """Bytes beside the model, at most: a float32 copy, with room for another while it is rotated, and what the gradient
-    of the longest sample needs of every block and of the logits."""
+    """Bytes beside the model, at most: a float32 copy, with room for another while it is rotated, and what the
+    gradient of the longest sample needs of every block and of the logits."""
     config = model.config.get_text_config(decoder=True)
     tokens = max(ids.numel() for ids in samples)
     weights = sum(parameter.numel() for parameter in model.parameters())
