@@ -26,7 +26,7 @@ from time import perf_counter
 
 from .costs import PassCosts
 from .estimates import RowEstimates, odds_ratio
-from .forecast import JUMP, Expectations, Forecast
+from .forecast import JUMP, ROUND_SECONDS, Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
@@ -67,6 +67,7 @@ class Controller:
     ):  # fmt: skip
         self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
         self.memory = memory or Memory()
+        self.memory.rest_on(target, self.levels)
         self.rows = RowEstimates()
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = Choices(self.levels, seen)
@@ -123,6 +124,11 @@ class Controller:
     def off_speed(self) -> float:
         """Of the choice."""
         return self.choice.off_speed
+
+    @property
+    def disproves_costs(self) -> bool:
+        """Whether rounds say that something else ran when costs were measured."""
+        return self.by_clock and self.memory.disproves(self.target, ROUND_SECONDS)
 
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
