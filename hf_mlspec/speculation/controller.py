@@ -31,6 +31,7 @@ from .memory import LevelCosts, Memory
 from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
 from .steady import Steady
+from .untold import Untold
 
 _TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
 _AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
@@ -66,9 +67,10 @@ class Controller:
         seen: int = 0,
     ):  # fmt: skip
         self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
-        self.memory = memory or Memory()
-        self.memory.rest_on(target, self.levels)
-        self.rows = RowEstimates()
+        self._memory = memory or Memory()
+        self._memory.rest_on(target, self.levels)
+        self._untold = Untold()
+        self._rows = RowEstimates()
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = Choices(self.levels, seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
@@ -78,6 +80,24 @@ class Controller:
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
+
+    @property
+    def memory(self) -> Memory:
+        """What was learned, of all rounds so far."""
+        self.settle()
+        return self._memory
+
+    @property
+    def rows(self) -> RowEstimates:
+        """What is known of each row, of all rounds so far."""
+        self.settle()
+        return self._rows
+
+    def settle(self) -> None:
+        """Learn of rounds that wait until that is asked for."""
+        if self._untold.rounds or self._untold.inner:
+            seconds = self._untold.tell(self._memory, self.levels, self._rows)
+            self._memory.spare += _TRIAL_SHARE * seconds
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -171,25 +191,24 @@ class Controller:
     def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
                 choice: Choice | None = None) -> None:
         """What a round did, row by row: asked for, drafted, accepted. seconds: its wall time; usual: False where it
-        did what other rounds do not, such as reading a prompt. choice: whose round it was, None for the last one's."""
+        did what other rounds do not, such as reading a prompt. choice: whose round it was, None for the last one's.
+
+        A clock that jumps counts as a factor of two."""
         choice = choice or self.choice
-        if choice.plan.active:
-            pair = self.memory.observed(self.levels, choice.plan.active[0], TARGET)
-            for r, (limit, d, a) in enumerate(zip(limits, drafted, accepted, strict=True)):
-                if limit:
-                    self.rows.rows[r].add(*pair.observe(limit, d, a))
-        committed = len(accepted) + sum(accepted)
-        self.rows.gain(accepted)
-        for pair in self.memory.pairs.values():
-            pair.idle += committed
+        expected, committed = choice.forecast, len(accepted) + sum(accepted)
         whole = sum(limits) >= _WHOLE * sum(choice.limits)  # else rows end, and drafts are shorter than the plan's
-        took = self._took(choice, seconds if usual and whole and not choice.switched else None)
+        timed = usual and whole and self.by_clock and not choice.switched
+        took = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds) if timed else expected.seconds
         choice.switched = False
-        expected = choice.forecast
         self._lost = expected.lost(self._lost, committed, took)
+        if choice is not self._untold.choice:
+            self.settle()
+            self._untold.choice = choice
+        self._untold.rounds.append((limits, drafted, accepted, took, timed))
+        if self._untold.is_full:
+            self.settle()
         if choice.plan.active and expected.surprises(self._lost):  # slow rounds of "off": a busy machine
             self._surprised()
-        self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
             reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
             spent = min(seconds, JUMP * took) if reads else took + choice.reading
@@ -211,9 +230,7 @@ class Controller:
         self, checker: int, limit: int, drafted: int, accepted: int, choice: Choice | None = None
     ) -> None:
         """One row of a check inside a round, by level `checker` of what the next active level drafted."""
-        below = next((index for index in (choice or self.choice).plan.active if index > checker), None)
-        if below is not None and limit > 0:
-            self.memory.observed(self.levels, below, checker).observe(limit, drafted, accepted)
+        self._untold.inner.append(((choice or self.choice).plan.active, checker, limit, drafted, accepted))
 
     def _spend(self, search: Search, best: Plan, drafting: Drafting, trial: Plan | None) -> None:
         """Account for what it takes until rounds of the chosen plan can run: on the host, nothing."""
@@ -296,16 +313,6 @@ class Controller:
 
     def _cells(self, situation: Situation) -> Cells:
         return cells_of(self._choices.at(situation.slots), len(self.levels))
-
-    def _took(self, choice: Choice, seconds: float | None) -> float:
-        """The seconds of a round, those expected where they were not measured; a clock that jumps counts as a factor
-        of two."""
-        expected = choice.forecast
-        if seconds is None or not self.by_clock:
-            return expected.seconds
-        seconds = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds)
-        self.memory.correct(choice.plan, len(choice.limits), seconds / expected.by_costs)
-        return seconds
 
     def _worth_a_trial(self, search: Search, best: Plan, drafting: Drafting) -> Plan | None:
         """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
