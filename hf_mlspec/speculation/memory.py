@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _OFF_WEIGHT = 1.0  # of what costs say of "off", in timed rounds: all other plans are compared with it
 _PACE = 0.25  # of what is known of the machine's pace is told by the last round
-_MOST_PACE = 4.0  # or its inverse: beside a load calls take up to four times as long. What rounds take beyond that is no
-# pace but belongs to them; captures and trials, which are paid in seconds, would be bought for a clock that jumps
+# Beside a load calls take up to four times as long. What is beyond that is no pace: it belongs to the rounds, or else
+# captures and trials, which are paid in seconds, would be bought for a clock that jumps.
+_MOST_PACE = 4.0  # the least is its inverse
 _TOLD = 4.0  # rounds that say that costs do not hold
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth

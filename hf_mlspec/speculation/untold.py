@@ -1,4 +1,4 @@
-"""What have rounds done that nothing was learned from yet? Of many of one choice at once it is learned in less time."""
+"""What have rounds done that nothing was learned from yet? It takes less of many at once."""
 
 from __future__ import annotations
 

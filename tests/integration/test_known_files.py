@@ -233,7 +233,7 @@ def test_costs_that_forbid_a_level_are_timed_again(built, cost, load, draft):
     assert built[-1] == ["draft"]
 
 
-@pytest.mark.parametrize(("used", "builds"), [(0.0, [[]]), (1e4, [["draft"]])])
+@pytest.mark.parametrize(("used", "builds"), [(0.0, [[]]), (1e4, [[], ["draft"]])])
 def test_levels_of_costs_that_are_due_are_built_where_that_is_little(
     built, cost, load, draft, monkeypatch, used, builds
 ):
