@@ -106,9 +106,6 @@ class Memory:
         """What `to_dict` wrote of a chain of so many levels; ValueError for anything else."""
         memory = cls()
         try:
-            if type(given["costs"]) not in (int, type(None)):
-                raise ValueError(f"costs {given['costs']!r}")
-            memory.costs = given["costs"]
             for one in given["pairs"]:
                 proposer, checker = (_index(at, levels) for at in one["levels"])
                 memory.pairs[proposer, checker] = PairEstimate.from_dict(one)
@@ -121,6 +118,9 @@ class Memory:
                     raise ValueError(f"{ratio.kept!r} of {ratio.tried!r} rounds")
                 if ratio.tried:  # of no round nothing is known
                     memory.ratios[key] = ratio
+            memory.costs = given.get("costs")
+            if type(memory.costs) not in (int, type(None)):
+                raise ValueError(f"costs {memory.costs!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
         return memory
