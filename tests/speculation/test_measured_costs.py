@@ -97,5 +97,5 @@ def test_costs_of_older_files_say_not_when_they_were_measured(measured):
 @pytest.mark.parametrize("said", [-1.0, float("nan"), float("inf"), "soon", None])
 def test_a_time_that_is_none_is_an_error(name, said):
     told = PassCosts((1,), (1.0,), (0.0,)).to_dict()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"measured at|convert|float"):
         PassCosts.from_dict({**told, name: said})
