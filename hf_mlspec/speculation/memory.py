@@ -23,6 +23,7 @@ _PACE = 0.25  # of what is known of the machine's pace is told by the last round
 # captures and trials, which are paid in seconds, would be bought for a clock that jumps.
 _MOST_PACE = 4.0  # the least is its inverse
 _TOLD = 4.0  # rounds that say that costs do not hold
+_MOST_BITS = 20  # of a number of rows: a file may say anything
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
@@ -86,7 +87,7 @@ class Memory:
         """Whether rounds of "off" take less than their pass alone is said to. Then something else ran when costs were
         measured, those of levels that nobody uses among them. round_seconds: of a round beside its passes."""
         for (active, _, bits), one in list(self.ratios.items()):
-            if not active and one.tried >= _TOLD:
+            if not active and 0 < bits <= _MOST_BITS and one.tried >= _TOLD:
                 seconds = target.of(float(1 << bits - 1))  # of the fewest rows that count alike
                 if self.pace * one.kept / one.tried * (seconds + round_seconds) < DISTURBED * seconds:
                     return True

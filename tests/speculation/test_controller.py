@@ -436,6 +436,12 @@ def test_rounds_of_off_that_take_less_than_their_pass_disprove_costs(share, rows
     assert not Controller(TARGETS["arithmetic"], [level()], by_clock=False, memory=controller.memory).disproves_costs
 
 
+@pytest.mark.parametrize("bits", [-1, 0, 10**9])
+def test_a_number_of_rows_that_no_call_has_disproves_no_costs(bits):
+    told = {"pairs": [], "ratios": [{"rounds": [[], 0, bits], "counted": [6.0, 0.6]}]}
+    assert not Memory.from_dict(told, 1).disproves(TARGETS["memory"], 1e-4)
+
+
 def test_rounds_with_drafts_disprove_no_costs():
     controller = Controller(TARGETS["memory"], [level()])
     for _ in range(20):
