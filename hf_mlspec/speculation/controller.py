@@ -25,16 +25,15 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from .costs import PassCosts
-from .estimates import RowEstimates, odds_ratio
+from .estimates import odds_ratio
 from .forecast import JUMP, ROUND_SECONDS, Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
 from .steady import Steady
-from .untold import Untold
+from .untold import TRIAL_SHARE, Learner
 
-_TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
-_AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
+_AHEAD = 256  # tokens that a row may still gain, for which trials have their share in advance where nothing is remembered
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
@@ -45,7 +44,7 @@ _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says s
 _LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 
 
-class Controller:
+class Controller(Learner):
     """Chooses the plan of every round from what rounds so far have shown.
 
     target: the target's costs; levels: from the one below it down. by_clock: measured seconds of rounds correct the
@@ -67,10 +66,8 @@ class Controller:
         seen: int = 0,
     ):  # fmt: skip
         self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
-        self._memory = memory or Memory()
-        self._memory.rest_on(target, self.levels)
-        self._untold = Untold()
-        self._rows = RowEstimates()
+        super().__init__(memory or Memory(), self.levels)
+        self.memory.rest_on(target, self.levels)
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = Choices(self.levels, seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
@@ -80,24 +77,6 @@ class Controller:
         self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
-
-    @property
-    def memory(self) -> Memory:
-        """What was learned, of all rounds so far."""
-        self.settle()
-        return self._memory
-
-    @property
-    def rows(self) -> RowEstimates:
-        """What is known of each row, of all rounds so far."""
-        self.settle()
-        return self._rows
-
-    def settle(self) -> None:
-        """Learn of rounds that wait until that is asked for."""
-        if self._untold.rounds or self._untold.inner:
-            seconds = self._untold.tell(self._memory, self.levels, self._rows)
-            self._memory.spare += _TRIAL_SHARE * seconds
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -224,7 +203,7 @@ class Controller:
         seconds = seconds if self.by_clock else rounds * off.seconds
         if self.by_clock:
             self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
-        self.memory.spare += _TRIAL_SHARE * seconds
+        self.memory.spare += TRIAL_SHARE * seconds
 
     def observe_inner(
         self, checker: int, limit: int, drafted: int, accepted: int, choice: Choice | None = None
@@ -281,7 +260,7 @@ class Controller:
             return
         batch = len(situation.rooms)
         ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
-        seconds = _TRIAL_SHARE * self._joined * ahead / off_speed
+        seconds = TRIAL_SHARE * self._joined * ahead / off_speed
         if not self._remembers:
             self.memory.spare += seconds
         elif not self._granted:

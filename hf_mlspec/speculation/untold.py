@@ -12,6 +12,8 @@ from .search import Choice
 
 _MOST = 64  # rounds times rows that wait: more than what is remembered of a row would be learned at once
 
+TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better
+
 Round = tuple[list[int], list[int], list[int], float, bool]
 
 
@@ -57,6 +59,32 @@ class Untold:
             ratio = sum(timed) / len(timed) / self.choice.forecast.by_costs
             memory.correct(plan, len(self.choice.limits), ratio, len(timed))
         return sum(seconds for *_, seconds, _ in rounds)
+
+
+class Learner:
+    """What learns of rounds when it is asked what it knows: memory, and rows."""
+
+    def __init__(self, memory: Memory, levels: Sequence[LevelCosts]):
+        self.levels = list(levels)
+        self._memory, self._rows, self._untold = memory, RowEstimates(), Untold()
+
+    @property
+    def memory(self) -> Memory:
+        """What was learned, of all rounds so far."""
+        self.settle()
+        return self._memory
+
+    @property
+    def rows(self) -> RowEstimates:
+        """What is known of each row, of all rounds so far."""
+        self.settle()
+        return self._rows
+
+    def settle(self) -> None:
+        """Learn of rounds that wait until that is asked for."""
+        if self._untold.rounds or self._untold.inner:
+            seconds = self._untold.tell(self._memory, self.levels, self._rows)
+            self._memory.spare += TRIAL_SHARE * seconds
 
 
 def _by_pair(inner: list[tuple]) -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
