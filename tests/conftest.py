@@ -56,11 +56,14 @@ def chosen_lengths(request, monkeypatch):
     if "plans" in request.keywords:
         from hf_mlspec.integration import adaptive, call
         from hf_mlspec.integration.stream import chain as stream
+        from hf_mlspec.speculation.controller import Controller
 
         for module in (call, stream):
             monkeypatch.setattr(module, "let_choose", adaptive.let_choose)
         # What one test learned is not another's; tests/integration/test_learned_files.py has the files.
         monkeypatch.setattr(adaptive, "learned_of", lambda *_: None)
+        # Costs that a test makes up hold, whatever its rounds take; tests/integration/test_cost_checks.py has others.
+        monkeypatch.setattr(Controller, "disproves_costs", False)
 
 
 @pytest.fixture

@@ -129,7 +129,9 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
     choose one. replayed: inside captured rounds."""
     config, target = wiring.config, chain.target.runner
     engines = [runner for runner in chain.runners if runner is not None]
-    own, *costs = costs_of(target, engines, profile=config.profile, prepare=config.prepare, replayed=replayed)
+    how = {"profile": config.profile, "prepare": config.prepare, "replayed": replayed}
+    disproved = chain.openings is not None and chain.openings.disproved and not replayed
+    own, *costs = costs_of(target, engines, disproved=disproved, **how)
     of_levels = iter(costs)
     told = [
         LevelCosts(
@@ -218,9 +220,12 @@ def prior(level: Level, target: PreTrainedModel, joined: bool) -> float:
 
 def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: SpeculationStats) -> None:
     """Name each level that hardly took part in a long call, once, with the speeds that spoke against it. What calls
-    learned is written for other processes, where that is due."""
+    learned is written for other processes, where that is due, and costs that rounds disprove are to be timed again."""
     if stats.plans:
         write_what_is_due()
+    chooses = None if chain.steering is None else chain.steering.controller
+    if chooses is not None and chain.openings is not None and chooses.disproves_costs:
+        chain.openings.disprove()
     if chain.shelving is not None and chain.shelving.left_out:
         names = " + ".join(chain.names)
         say_once(

@@ -44,7 +44,7 @@ from .costs.known_file import (
     told_of,
     write_description,
 )
-from .costs.probe import costs_of, first_check, is_due
+from .costs.probe import affordable, costs_of, first_check, is_due
 from .levels.resolve import Level
 from .levels.wiring import Wiring
 
@@ -129,6 +129,7 @@ def given_of(
 
 def remember(wiring: Wiring, levels: list[Level], chain: Chain, key: tuple) -> None:
     """The chain of these levels was built."""
+    wiring.building = perf_counter() - wiring.began
     runners = [chain.target.runner, *filter(None, chain.runners)]
     decoder = getattr(runners[0], "decoder", None)
     # A router chooses by the prompt, and a head reads hidden states that the target writes from the first token on.
@@ -180,7 +181,7 @@ def describe(wiring: Wiring, chain: Chain, replayed: bool) -> None:
         "key": known.key,
         "captured": replayed,
         "levels": described(told, chain.runners, replayed),
-        "seconds": perf_counter() - wiring.began,
+        "seconds": wiring.building,
     })  # fmt: skip
 
 
@@ -204,8 +205,9 @@ def _found(wiring: Wiring, chain: Chain) -> Known | None:
     (own,) = costs_of(target, [], profile=wiring.config.profile, prepare=wiring.config.prepare, replayed=replayed)
     known.costs[replayed] = own, told
     costs = [own, *(level.costs for level in told if level.costs is not None)]
-    due = max(first_check(costs), monotonic() + seconds / _BUILDING_SHARE)
-    wiring.state.openings.setdefault(key, Openings()).due = due
+    openings = wiring.state.openings.setdefault(key, Openings())
+    openings.affordable = monotonic() + seconds / _BUILDING_SHARE if replayed else affordable(seconds)
+    openings.due = max(first_check(costs, replayed), openings.affordable)
     wiring.state.known[wiring.asked] = known
     return known
 

@@ -150,6 +150,8 @@ class Chain:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
         if self.steering is not None:
             self.steering.settle()
+            if self.steering.controller is not None:
+                self.steering.controller.settle()
         stats.levels = [replace(count) for count in self.counts]  # kept drafters count anew next time
         self.count_memory(stats)
         return stats

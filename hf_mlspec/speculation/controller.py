@@ -25,15 +25,15 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from .costs import PassCosts
-from .estimates import RowEstimates, odds_ratio
-from .forecast import JUMP, Expectations, Forecast
+from .estimates import odds_ratio
+from .forecast import JUMP, ROUND_SECONDS, Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
 from .steady import Steady
+from .untold import TRIAL_SHARE, Learner
 
-_TRIAL_SHARE = 0.01  # of all seconds may go to finding out whether another plan is better,
-_AHEAD = 256  # and where nothing is remembered as much in advance, of so many tokens that a row may still gain
+_AHEAD = 256  # tokens that a row may still gain, for which trials have their share in advance where nothing is remembered
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
@@ -44,7 +44,7 @@ _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says s
 _LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 
 
-class Controller:
+class Controller(Learner):
     """Chooses the plan of every round from what rounds so far have shown.
 
     target: the target's costs; levels: from the one below it down. by_clock: measured seconds of rounds correct the
@@ -66,8 +66,8 @@ class Controller:
         seen: int = 0,
     ):  # fmt: skip
         self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
-        self.memory = memory or Memory()
-        self.rows = RowEstimates()
+        super().__init__(memory or Memory(), self.levels)
+        self.memory.rest_on(target, self.levels)
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = Choices(self.levels, seen)
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
@@ -124,6 +124,11 @@ class Controller:
         """Of the choice."""
         return self.choice.off_speed
 
+    @property
+    def disproves_costs(self) -> bool:
+        """Whether rounds say that something else ran when costs were measured."""
+        return self.by_clock and self.memory.disproves(self.target, ROUND_SECONDS)
+
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
         begin = perf_counter()
@@ -165,25 +170,24 @@ class Controller:
     def observe(self, limits: list[int], drafted: list[int], accepted: list[int], seconds: float, usual: bool = True,
                 choice: Choice | None = None) -> None:
         """What a round did, row by row: asked for, drafted, accepted. seconds: its wall time; usual: False where it
-        did what other rounds do not, such as reading a prompt. choice: whose round it was, None for the last one's."""
+        did what other rounds do not, such as reading a prompt. choice: whose round it was, None for the last one's.
+
+        A clock that jumps counts as a factor of two."""
         choice = choice or self.choice
-        if choice.plan.active:
-            pair = self.memory.observed(self.levels, choice.plan.active[0], TARGET)
-            for r, (limit, d, a) in enumerate(zip(limits, drafted, accepted, strict=True)):
-                if limit:
-                    self.rows.rows[r].add(*pair.observe(limit, d, a))
-        committed = len(accepted) + sum(accepted)
-        self.rows.gain(accepted)
-        for pair in self.memory.pairs.values():
-            pair.idle += committed
+        expected, committed = choice.forecast, len(accepted) + sum(accepted)
         whole = sum(limits) >= _WHOLE * sum(choice.limits)  # else rows end, and drafts are shorter than the plan's
-        took = self._took(choice, seconds if usual and whole and not choice.switched else None)
+        timed = usual and whole and self.by_clock and not choice.switched
+        took = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds) if timed else expected.seconds
         choice.switched = False
-        expected = choice.forecast
         self._lost = expected.lost(self._lost, committed, took)
+        if choice is not self._untold.choice:
+            self.settle()
+            self._untold.choice = choice
+        self._untold.rounds.append((limits, drafted, accepted, took, timed))
+        if self._untold.is_full:
+            self.settle()
         if choice.plan.active and expected.surprises(self._lost):  # slow rounds of "off": a busy machine
             self._surprised()
-        self.memory.spare += _TRIAL_SHARE * took
         if choice.trial:
             reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
             spent = min(seconds, JUMP * took) if reads else took + choice.reading
@@ -199,15 +203,13 @@ class Controller:
         seconds = seconds if self.by_clock else rounds * off.seconds
         if self.by_clock:
             self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
-        self.memory.spare += _TRIAL_SHARE * seconds
+        self.memory.spare += TRIAL_SHARE * seconds
 
     def observe_inner(
         self, checker: int, limit: int, drafted: int, accepted: int, choice: Choice | None = None
     ) -> None:
         """One row of a check inside a round, by level `checker` of what the next active level drafted."""
-        below = next((index for index in (choice or self.choice).plan.active if index > checker), None)
-        if below is not None and limit > 0:
-            self.memory.observed(self.levels, below, checker).observe(limit, drafted, accepted)
+        self._untold.inner.append(((choice or self.choice).plan.active, checker, limit, drafted, accepted))
 
     def _spend(self, search: Search, best: Plan, drafting: Drafting, trial: Plan | None) -> None:
         """Account for what it takes until rounds of the chosen plan can run: on the host, nothing."""
@@ -258,7 +260,7 @@ class Controller:
             return
         batch = len(situation.rooms)
         ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
-        seconds = _TRIAL_SHARE * self._joined * ahead / off_speed
+        seconds = TRIAL_SHARE * self._joined * ahead / off_speed
         if not self._remembers:
             self.memory.spare += seconds
         elif not self._granted:
@@ -290,16 +292,6 @@ class Controller:
 
     def _cells(self, situation: Situation) -> Cells:
         return cells_of(self._choices.at(situation.slots), len(self.levels))
-
-    def _took(self, choice: Choice, seconds: float | None) -> float:
-        """The seconds of a round, those expected where they were not measured; a clock that jumps counts as a factor
-        of two."""
-        expected = choice.forecast
-        if seconds is None or not self.by_clock:
-            return expected.seconds
-        seconds = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds)
-        self.memory.correct(choice.plan, len(choice.limits), seconds / expected.by_costs)
-        return seconds
 
     def _worth_a_trial(self, search: Search, best: Plan, drafting: Drafting) -> Plan | None:
         """Another plan that would be better if its levels were as good as they may well be, where a round of it costs

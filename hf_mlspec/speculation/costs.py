@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from time import perf_counter
+from time import perf_counter, time
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of a short probe
 LONG = 1024  # slots that a row already has where the cost of attention is measured
 _AT_LONG = 8  # tokens of the pass that measures it
 _LEFT_OVER = 2.0  # of a budget as much is left for what comes later as goes to one number of tokens
+DISTURBED = 0.8  # of what was measured: passes that take less say that something else ran at the time
 _LEAST = 1e-7  # seconds; a clock that stood still is no cost
 _FAR = 2.0**20  # tokens, more than any pass has
 Numbers = TypeVar("Numbers", float, np.ndarray)
@@ -29,6 +30,8 @@ class PassCosts:
     tokens: rising numbers of tokens in a pass, summed over rows. seconds: the least that was measured of each, as
     what else the machine does only adds. spread: (median - least) / least of each. attention: seconds for one token
     and one slot that it attends to. most_slots: that a token attends to, whatever its row holds; None: all of them.
+    measured: when, in seconds of `time.time()`, 0 if that is not known; held: seconds after that when passes, timed
+    again, took no less.
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +39,8 @@ class PassCosts:
     spread: tuple[float, ...]
     attention: float = 0.0
     most_slots: int | None = None
+    measured: float = field(default=0.0, compare=False)
+    held: float = field(default=0.0, compare=False)
 
     def __post_init__(self):
         counts, times = self.tokens, self.seconds
@@ -49,6 +54,8 @@ class PassCosts:
             raise ValueError(f"spreads are {list(self.spread)}: none may be negative")
         if not 0 <= self.attention < math.inf:
             raise ValueError(f"attention is {self.attention}: it must be 0 or more seconds")
+        if not all(0 <= when < math.inf for when in (self.measured, self.held)):
+            raise ValueError(f"measured at {self.measured}, held {self.held}: they must be 0 or more seconds")
 
     def of(self, tokens: Numbers, slots: float = 0.0) -> Numbers:
         """Seconds of a pass over `tokens` tokens, each behind `slots` slots: straight lines between what was measured,
@@ -84,9 +91,20 @@ class PassCosts:
         """The median spread, 0 on an idle machine."""
         return sorted(self.spread)[len(self.spread) // 2]
 
+    def least(self, later: PassCosts) -> PassCosts:
+        """The less of two measurements of the same passes, as what else ran at the time only added; the cost of
+        attention is that of the later one, if it has any."""
+        best: dict[int, tuple[float, float]] = {}
+        for one in (self, later):
+            for count, *found in zip(one.tokens, one.seconds, one.spread, strict=True):
+                best[count] = min(best.get(count, tuple(found)), tuple(found))
+        seconds = _rising([best[count][0] for count in sorted(best)])
+        return replace(later, tokens=tuple(sorted(best)), seconds=seconds, attention=later.attention or self.attention,
+                       spread=tuple(best[count][1] for count in sorted(best)))  # fmt: skip
+
     def to_dict(self) -> dict:
         """Plain numbers, for JSON: what was measured."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "most_slots"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "most_slots"}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     @classmethod
@@ -94,7 +112,8 @@ class PassCosts:
         """What `to_dict` wrote; ValueError for anything else."""
         try:
             lines = {name: tuple(given[name]) for name in ("tokens", "seconds", "spread")}
-            return cls(**lines, attention=float(given["attention"]))
+            when = {name: float(given.get(name, 0.0)) for name in ("measured", "held")}
+            return cls(**lines, attention=float(given["attention"]), **when)
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"these are no costs of a forward pass: {error!r}") from error
 
@@ -136,7 +155,8 @@ def measure(
     lines = [sorted(taken[count]) for count in sorted(taken)]
     attention = max(far - min(taken[at_long]), 0.0) / (at_long * LONG)
     seconds = tuple(time / passes for time in _rising([line[0] for line in lines]))
-    return PassCosts(tuple(sorted(taken)), seconds, tuple(map(_spread, lines)), attention / passes)
+    spread = tuple(map(_spread, lines))
+    return PassCosts(tuple(sorted(taken)), seconds, spread, attention / passes, measured=time())
 
 
 def _far(run: Callable[[int, int], None], count: int) -> float:

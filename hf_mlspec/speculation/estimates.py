@@ -41,6 +41,8 @@ class Counted:
             self.tried, self.kept = self.tried * share, self.kept * share
         self.tried += tried
         self.kept += kept
+        if self.tried > self.window:
+            self.fade(self.window / self.tried)
 
     def fade(self, share: float) -> None:
         """What was counted is worth so much less."""
@@ -86,6 +88,25 @@ class PairEstimate:
         self.total.add(tried, accepted)
         self.idle = 0.0
         return tried, accepted
+
+    def observe_all(self, checks: Sequence[tuple[int, int, int, int]], since: float) -> tuple[int, int]:
+        """As `observe` of many checks, each with how often it came; since: tokens committed behind the last one."""
+        tried_to, kept_to, asked_to, drafted_to = ([0] * (MOST + 1) for _ in range(4))
+        tries = successes = 0
+        for limit, drafted, accepted, times in checks:
+            limit = min(limit, MOST)
+            accepted, drafted = min(accepted, limit), min(drafted, limit)
+            tried = min(accepted + 1, limit)
+            tried_to[tried] += times
+            kept_to[accepted] += times
+            asked_to[min(drafted + 1, limit)] += times
+            drafted_to[drafted] += times
+            tries, successes = tries + times * tried, successes + times * accepted
+        _add_behind(self.kept, tried_to, kept_to)
+        _add_behind(self.reached, asked_to, drafted_to)
+        self.total.add(tries, successes)
+        self.idle = since
+        return tries, successes
 
     @property
     def mean(self) -> float:
@@ -162,6 +183,15 @@ def _extend(line: list[Counted], tried: int, kept: int) -> None:
         one.tried += 1.0
         if i < kept:
             one.kept += 1.0
+
+
+def _add_behind(line: list[Counted], tried_to: list[int], kept_to: list[int]) -> None:
+    """Per position the drafts that got beyond it; given: by how many positions were tried, and kept, how many."""
+    tried = kept = 0
+    for i in range(MOST - 1, -1, -1):
+        tried, kept = tried + tried_to[i + 1], kept + kept_to[i + 1]
+        if tried:
+            line[i].add(tried, kept)
 
 
 def reach(chances: Sequence[float], odds: float = 1.0) -> list[float]:

@@ -20,7 +20,7 @@ from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 _SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
 JUMP = 100.0  # times the expected seconds of a round: more says that a clock has jumped, or the machine has slept
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
-_ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
+ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
 _LEAD = 1.5  # tokens of a row that the first step of a draft feeds: the last one, and one that the check added
 _AT = np.array(LENGTHS)  # where they are in a list by positions that begins with 0
 # To mean tokens and to their mean square: token i of a draft makes the square (i + 1) squared.
@@ -173,7 +173,7 @@ class Expectations:
         return cells, self.all_of(cells, *like, () if odds == 1.0 else (odds,))
 
     def _off(self, batch: int, slots: float) -> Forecast[float]:
-        seconds = self.target.of(float(batch), slots) + _ROUND_SECONDS
+        seconds = self.target.of(float(batch), slots) + ROUND_SECONDS
         return Forecast(float(batch), seconds * self._factor_of_off(batch), seconds)
 
     def _factor_of_off(self, batch: int) -> float:
@@ -189,7 +189,7 @@ class Expectations:
         kept = self._kept(cells, doubts, odds)[0].take(_AT, -1) if odds else kept[:, : cells.tops]
         tokens = (batch + drafting * kept).reshape(len(doubts), -1).take(cells.top, -1)
         check = self.target.of(batch + drafting * self._drafted(cells)[: cells.tops], slots)
-        seconds = drafts + (check + _ROUND_SECONDS).take(cells.top)
+        seconds = drafts + (check + ROUND_SECONDS).take(cells.top)
         # However slow rounds of "off" were: a check of more tokens takes no less, and the draft comes on top.
         corrected = np.maximum(self._corrected(cells, seconds, batch, doubts), self.off(batch, slots).seconds + drafts)
         return tokens, corrected, seconds

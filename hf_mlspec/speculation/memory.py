@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .costs import PassCosts
+from .costs import DISTURBED, PassCosts
 from .estimates import Counted, PairEstimate
 from .plans import LENGTHS, TARGET, Plan
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _OFF_WEIGHT = 1.0  # of what costs say of "off", in timed rounds: all other plans are compared with it
 _PACE = 0.25  # of what is known of the machine's pace is told by the last round
+# Beside a load calls take up to four times as long. What is beyond that is no pace: it belongs to the rounds, or else
+# captures and trials, which are paid in seconds, would be bought for a clock that jumps.
+_MOST_PACE = 4.0  # the least is its inverse
+_TOLD = 4.0  # rounds that say that costs do not hold
+_MOST_BITS = 20  # of a number of rows: a file may say anything
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
@@ -51,6 +56,7 @@ class Memory:
     active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
     capturing rounds of trials. pace: how many times as long as usual rounds of all plans take at the moment, as other
     programs share the machine; ratios are without it, so that plans which ran at different times can be compared.
+    costs: tells those by which ratios are from others; None: not known.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
@@ -59,13 +65,33 @@ class Memory:
     credit: dict[tuple[int, ...], float] = field(default_factory=dict)
     capturing: float = 0.0
     pace: float = 1.0
+    costs: int | None = None
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
         copied = {key: replace(one) for key, one in ratios}
-        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing, self.pace)
+        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing, self.pace, self.costs)
+
+    def rest_on(self, target: PassCosts, levels: Sequence[LevelCosts]) -> None:
+        """From now on seconds are predicted by these costs: how far rounds were from others says nothing."""
+        all_ = [target, *(level.costs for level in levels)]
+        costs = hash(tuple((0.0,) if one is None else (*one.tokens, *one.seconds, one.attention) for one in all_))
+        if self.costs not in (None, costs):
+            self.ratios.clear()
+            self.pace = 1.0
+        self.costs = costs
+
+    def disproves(self, target: PassCosts, round_seconds: float) -> bool:
+        """Whether rounds of "off" take less than their pass alone is said to. Then something else ran when costs were
+        measured, those of levels that nobody uses among them. round_seconds: of a round beside its passes."""
+        for (active, _, bits), one in list(self.ratios.items()):
+            if not active and 0 < bits <= _MOST_BITS and one.tried >= _TOLD:
+                seconds = target.of(float(1 << bits - 1))  # of the fewest rows that count alike
+                if self.pace * one.kept / one.tried * (seconds + round_seconds) < DISTURBED * seconds:
+                    return True
+        return False
 
     def to_dict(self) -> dict:
         """Chances and corrections in plain numbers, for JSON; what may be spent on trials is each process's own."""
@@ -73,7 +99,8 @@ class Memory:
         for (active, most, batch), one in list(self.ratios.items()):  # another thread may have the memory
             share = min(1.0, _FACTOR_WEIGHT / one.tried)  # the machine may have been busy
             ratios.append({"rounds": [list(active), most, batch], "counted": [one.tried * share, one.kept * share]})
-        return {"pairs": [{"levels": list(key), **one.to_dict()} for key, one in pairs], "ratios": ratios}
+        told = [{"levels": list(key), **one.to_dict()} for key, one in pairs]
+        return {"pairs": told, "ratios": ratios, "costs": self.costs}
 
     @classmethod
     def from_dict(cls, given: dict, levels: int) -> Memory:
@@ -92,6 +119,9 @@ class Memory:
                     raise ValueError(f"{ratio.kept!r} of {ratio.tried!r} rounds")
                 if ratio.tried:  # of no round nothing is known
                     memory.ratios[key] = ratio
+            memory.costs = given.get("costs")
+            if type(memory.costs) not in (int, type(None)):
+                raise ValueError(f"costs {memory.costs!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
         return memory
@@ -129,7 +159,8 @@ class Memory:
         rounds = min(rounds, int(_FACTOR_WINDOW))
         if one.tried >= 1:
             now = ratio * one.tried / one.kept
-            self.pace *= (now / self.pace) ** (1.0 - (1.0 - _PACE) ** rounds)
+            pace = self.pace * (now / self.pace) ** (1.0 - (1.0 - _PACE) ** rounds)
+            self.pace = min(max(pace, 1.0 / _MOST_PACE), _MOST_PACE)
         one.add(rounds, rounds * ratio / self.pace)
         self.ratios[key] = one  # filled before another thread can see it
 
@@ -206,12 +237,15 @@ class Openings:
     """What the calls of a chain begin with, so that a short one need not choose.
 
     found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
-    when costs are to be timed again, so that the next call makes a controller.
+    when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
+    levels for that is little. disproved: whether rounds have shown that costs do not hold.
     """
 
     found: dict[tuple, Opening] = field(default_factory=dict)
     choosing_seconds: float = 0.0
     due: float = math.inf
+    affordable: float = 0.0
+    disproved: bool = False
 
     def begin(self, like: tuple) -> Choice | None:
         """What a call is to begin with; None where it is to choose: as the first one, and one in so many after it."""
@@ -227,6 +261,11 @@ class Openings:
         before, self.choosing_seconds = self.found.get(like), seconds
         same = before is not None and before.choice.plan.active == choice.plan.active
         self.found[like] = Opening(choice, until=min(2 * before.until, _MOST_CALLS) if same else 1)
+
+    def disprove(self) -> None:
+        """Rounds have shown that costs do not hold: they are due, once."""
+        if not self.disproved:
+            self.disproved, self.due = True, min(self.due, self.affordable)
 
     def doubt(self, like: tuple | None = None) -> None:
         """The next call of this kind is to choose; None: of every kind."""

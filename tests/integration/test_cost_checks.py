@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_mlspec.integration.config import SpeculationConfig
 from hf_mlspec.integration.costs import probe
 from hf_mlspec.nn.state import state_of
+from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
 
 pytestmark = pytest.mark.plans
@@ -30,15 +31,19 @@ def call(model, **config):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """A clock, and what a pass of one token takes whenever it is timed; -> both, and how often all was measured."""
-    said = {"clock": 0.0, "seconds": 0.004, "measured": 0, "checked": 0}
+    """A clock, and what passes of one token and of eight take whenever they are timed; -> both, how often all was
+    measured, and whether rounds say that costs do not hold."""
+    said = {"clock": 0.0, "seconds": 0.004, "eight": None, "measured": 0, "checked": 0, "disproved": False}
 
     def measured(engine, *, budget, **_):
         said["measured" if budget else "checked"] += 1
-        return PassCosts((1, 8), (said["seconds"], 2 * said["seconds"]), (0.0, 0.0), 0.0)
+        seconds = said["seconds"], said["eight"] or 2 * said["seconds"]
+        return PassCosts((1, 8), seconds, (0.0, 0.0), measured=1e9 + said["clock"])
 
     monkeypatch.setattr(probe, "measured", measured)
     monkeypatch.setattr(probe, "monotonic", lambda: said["clock"])
+    monkeypatch.setattr(probe, "time", lambda: 1e9 + said["clock"])
+    monkeypatch.setattr(Controller, "disproves_costs", property(lambda _: said["disproved"]))
     return said
 
 
@@ -73,6 +78,46 @@ def test_costs_that_are_no_less_stay(model, cache, timed, seconds):
     call(model)
     assert (timed["checked"], timed["measured"]) == (2, 2)
     assert kept_seconds(model, cache) == ({0.004}, {0.004})
+
+
+def test_costs_of_a_check_that_were_measured_beside_a_load_are_measured_anew(model, cache, timed):
+    """What was timed by chance without a load stays."""
+    call(model)
+    timed.update(clock=100.0, seconds=0.005, eight=0.006)
+    call(model)
+    assert (timed["checked"], timed["measured"]) == (2, 4)
+    (file, *_) = cache.glob("*.json")
+    (one,) = json.loads(file.read_text())["models"].values()
+    assert (one["seconds"], one["measured"]) == ([0.004, 0.006], 1e9 + 100)
+
+
+def test_costs_are_timed_again_by_their_age_whichever_process_it_is(saved_model, cache, timed):
+    """A process may end before costs are due, as may the next one: each begins where the last one ended."""
+    seen = []
+    for clock in (0.0, 10.0, 20.0, 30.0, 50.0, 60.0, 190.0, 210.0, 220.0):
+        timed.update(clock=clock, checked=0)
+        call(AutoModelForCausalLM.from_pretrained(saved_model).eval())
+        seen.append(timed["checked"])
+    # First at 20 seconds, 8 passes of 4 ms being .002 of that, then when they are four times as old.
+    assert seen == [0, 0, 2, 0, 0, 0, 2, 0, 0]
+    assert timed["measured"] == 2
+
+
+def test_costs_that_rounds_disprove_are_timed_again_in_the_next_call_once(model, cache, timed):
+    call(model)
+    timed.update(clock=1.0, seconds=0.001, disproved=True)
+    expected = call(model)
+    assert timed["checked"] == 0  # it shows what the rounds take
+    assert [call(model) for _ in range(3)] == [expected] * 3
+    assert (timed["checked"], timed["measured"]) == (2, 4)
+    assert kept_seconds(model, cache) == ({0.001}, {0.001})
+
+
+def test_a_clock_that_was_set_back_makes_nothing_due(saved_model, cache, timed, monkeypatch):
+    call(AutoModelForCausalLM.from_pretrained(saved_model).eval())
+    monkeypatch.setattr(probe, "time", lambda: 5.0)
+    call(AutoModelForCausalLM.from_pretrained(saved_model).eval())
+    assert timed["checked"] == 0
 
 
 def test_costs_are_checked_less_and_less_often(model, cache, timed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,23 @@ def test_costs_that_forbid_a_level_are_timed_again(built, cost, load, draft):
     built.clear()
     write(other, [draft])
     assert built[-1] == ["draft"]
+
+
+@pytest.mark.parametrize(("used", "builds"), [(0.0, [[]]), (1e4, [[], ["draft"]])])
+def test_levels_of_costs_that_are_due_are_built_where_that_is_little(
+    built, cost, load, draft, monkeypatch, used, builds
+):
+    """Beside the time that the process has used so far; costs are old, and no process has timed them again."""
+    now = [1e9]
+    monkeypatch.setattr(probe, "time", lambda: now[0])
+    monkeypatch.setattr(probe, "process_time", lambda: used)
+    of_any = probe.measured
+    monkeypatch.setattr(probe, "measured", lambda engine, **how: replace(of_any(engine, **how), measured=now[0]))
+    write(load(), [draft])
+    built.clear()
+    now[0] += 1e5
+    write(load(), [draft])
+    assert built == builds
 
 
 def test_a_level_that_went_bad_is_told_by_the_call_that_uses_it(built, cost, load, draft):

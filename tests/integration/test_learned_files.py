@@ -66,6 +66,14 @@ def test_another_process_begins_with_what_was_learned(files, load):
     assert 0 < begun.prior_weight <= 12
 
 
+def test_all_rounds_of_a_call_are_learned_of(files, load):
+    """The last ones, too, which wait until somebody asks."""
+    model = load()
+    decode(model)
+    (level,) = hf_mlspec.last_stats(model).levels
+    assert memory_of(model).pairs[0, TARGET].reached[0].tried == level.rounds > 0
+
+
 def test_what_is_kept_is_what_a_later_call_of_the_process_would_begin_with(files, load):
     model = load()
     decode(model)

@@ -401,3 +401,60 @@ def test_on_a_shared_machine_short_calls_are_seldom_slower(monkeypatch):
     assert min(auto for auto, _ in found) > 0.85
     assert geometric_mean([auto for auto, _ in found]) > 1.0
     assert geometric_mean([auto / best for auto, best in found]) > 0.93
+
+
+@pytest.mark.parametrize("wrong", [3.0, 1 / 3])
+def test_what_rounds_took_by_costs_that_did_not_hold_says_nothing_of_others(wrong, monkeypatch):
+    """"Off" seemed to take a third of its cost; by the right costs it would seem a third as slow as it is."""
+    monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: 0.0)  # choosing takes no time
+    target, right = TARGETS["memory"], [LevelCosts("draft", costs(4e-4, 0.0), prior=0.6)]
+    believed = PassCosts(target.tokens, tuple(wrong * s for s in target.seconds), target.spread)
+    simulated, memory = Simulated(target, right, lambda *_: 0.7), None
+    for _ in range(3):
+        first = Controller(believed, right, memory=memory)
+        simulated.decode(first, 1, 100)
+        memory = first.memory.kept()
+    fresh = simulated.decode(Controller(target, right), 1, 200)
+    made = Controller(target, right, memory=Memory.from_dict(memory.to_dict(), 1))
+    assert not made.memory.ratios
+    assert made.memory.pairs
+    assert simulated.decode(made, 1, 200) < 1.05 * fresh
+    again = Controller(target, right, memory=made.memory.kept())
+    assert again.memory.ratios  # the same costs
+
+
+@pytest.mark.parametrize(("share", "rows", "disproved"), [(0.3, 1, True), (0.3, 5, True), (0.7, 1, True),
+                                                          (0.95, 1, False), (1.5, 4, False)])  # fmt: skip
+def test_rounds_of_off_that_take_less_than_their_pass_disprove_costs(share, rows, disproved):
+    controller = Controller(TARGETS["arithmetic"], [level()])
+    controller.start(rows)
+    for _ in range(3):
+        controller.memory.correct(off(1), rows, share)
+    assert not controller.disproves_costs  # three rounds are chance
+    controller.memory.correct(off(1), rows, share)
+    assert controller.disproves_costs is disproved
+    assert not Controller(TARGETS["arithmetic"], [level()], by_clock=False, memory=controller.memory).disproves_costs
+
+
+@pytest.mark.parametrize("bits", [-1, 0, 10**9])
+def test_a_number_of_rows_that_no_call_has_disproves_no_costs(bits):
+    told = {"pairs": [], "ratios": [{"rounds": [[], 0, bits], "counted": [6.0, 0.6]}]}
+    assert not Memory.from_dict(told, 1).disproves(TARGETS["memory"], 1e-4)
+
+
+def test_rounds_with_drafts_disprove_no_costs():
+    controller = Controller(TARGETS["memory"], [level()])
+    for _ in range(20):
+        controller.memory.correct(Plan((4,)), 1, 0.1)
+    assert not controller.disproves_costs
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [(1e3, 4.0), (1e-3, 0.25)])
+def test_the_pace_is_no_more_than_a_load_explains(ratio, bound):
+    """What rounds take beyond it is learned of them, so that forecasts are right all the same."""
+    memory = Memory()
+    memory.correct(off(1), 1, 1.0)
+    for _ in range(200):
+        memory.correct(off(1), 1, ratio)
+    assert memory.pace == pytest.approx(bound)
+    assert memory.factor_of_off(1) == pytest.approx(ratio, rel=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_mlspec.speculation import costs
-from hf_mlspec.speculation.costs import LONG, measure
+from hf_mlspec.speculation.costs import LONG, PassCosts, measure
 
 
 class Clock:
@@ -73,3 +73,29 @@ def _ran(measured) -> list[tuple[int, int]]:
     clock = Clock()
     measured(clock, budget=60.0)
     return clock.ran
+
+
+def test_of_two_measurements_the_less_is_right():
+    """Something else ran at either time. Costs of more tokens are never less than those of fewer."""
+    first = PassCosts((1, 2, 8), (3.0, 3.5, 4.0), (0.0, 0.1, 0.2), 1e-6, measured=5.0, held=3.0)
+    later = PassCosts((1, 8, 16), (3.5, 3.2, 9.0), (0.3, 0.4, 0.5), measured=9.0)
+    least = first.least(later)
+    assert (least.tokens, least.seconds, least.spread) == (
+        (1, 2, 8, 16), (3.0, 3.2, 3.2, 9.0), (0.0, 0.1, 0.4, 0.5))  # fmt: skip
+    assert (least.attention, least.measured, least.held) == (1e-6, 9.0, 0.0)
+    assert PassCosts.from_dict(least.to_dict()).measured == 9.0
+
+
+def test_costs_of_older_files_say_not_when_they_were_measured(measured):
+    told = measured(Clock(), budget=60.0).to_dict()
+    assert told["measured"] > 1e9
+    del told["measured"], told["held"]
+    assert PassCosts.from_dict(told).measured == 0.0
+
+
+@pytest.mark.parametrize("name", ["measured", "held"])
+@pytest.mark.parametrize("said", [-1.0, float("nan"), float("inf"), "soon", None])
+def test_a_time_that_is_none_is_an_error(name, said):
+    told = PassCosts((1,), (1.0,), (0.0,)).to_dict()
+    with pytest.raises(ValueError, match=r"measured at|convert|float"):
+        PassCosts.from_dict({**told, name: said})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time, time
 
 import torch
 
@@ -18,30 +18,43 @@ from ...engines.head import HeadEngine
 from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once, state_of
 from ...ops import UnreadableLibrary
-from ...speculation.costs import FEW_TOKENS, LONG, TOKENS, PassCosts, measure
+from ...speculation.costs import DISTURBED, FEW_TOKENS, LONG, TOKENS, PassCosts, measure
 from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
 from .identity import key_of, key_of_hash, machine_of, model_of
 from .replayed import PASSES, replays
 
 _BUDGET = 1.8  # seconds for all models of a chain that are measured for the first time; warming up comes on top
 
-_FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # seconds until kept costs are timed again, and each time as many times more
+_FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # age at which kept costs are timed again, in seconds; then as many times more
 _FIRST_CAPTURED = 60.0  # the same where passes are captured to be timed, which takes .2 seconds
 _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
-_DISTURBED = 0.8  # of the kept costs: what is less says that something else ran when those were measured
+_CHECK_TOKENS = 1, 8  # of a pass: a step, and a check
+_BUILDING_SHARE = 0.05  # of what a process has taken may go to building levels whose costs are to be timed again
 
 
 @dataclass
 class Check:
-    """When the costs of an engine are timed again, and how long after that once more."""
+    """When the costs of an engine are timed again, and how long after that once more. disproved: they were, because
+    rounds had shown that they do not hold."""
 
     due: float
     wait: float
+    disproved: bool = False
 
     @classmethod
-    def of(cls, costs: PassCosts, first: float = _FIRST_CHECK) -> Check:
-        wait = max(first, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
-        return cls(monotonic() + wait, wait)
+    def of(cls, costs: PassCosts, replayed: bool = False) -> Check:
+        """Of costs that were read, or measured just now. Those that held for so long are timed again when they are
+        some times as old, whoever measured them: what a process of a few seconds finds is kept by those behind it."""
+        wait = max(_FIRST_CAPTURED if replayed else _FIRST_CHECK, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
+        if replayed:  # capturing passes takes too long for every process
+            return cls(monotonic() + wait, wait)
+        wait = max(wait, _NEXT_CHECK * costs.held)
+        return cls(monotonic() + max(wait - age_of(costs), 0.0), wait)
+
+    def disprove(self) -> None:
+        """Rounds have shown that the costs do not hold: it is due, once."""
+        if not self.disproved:
+            self.disproved, self.due = True, monotonic()
 
     def again(self, seconds: float) -> None:
         """It was done, which took so many seconds."""
@@ -56,13 +69,15 @@ def costs_of(
     profile: str | os.PathLike | None = None,
     prepare: bool = True,
     replayed: bool = False,
+    disproved: bool = False,
 ) -> list[PassCosts]:
     """Costs of the target and of each level, as far as they run a model.
 
     replayed: of passes inside captured rounds. profile: a file of `mlspec tune`; None: the cache folder alone.
     prepare: as SpeculationConfig says. What is nowhere is measured, and kept in the cache folder. A file of another
-    machine or version, a damaged one, and a folder that cannot be written give one warning each. Now and then one pass
-    is timed again, for costs that were measured beside a load may forbid a level for ever.
+    machine or version, a damaged one, and a folder that cannot be written give one warning each. Now and then two
+    passes are timed again, for costs that were measured beside a load may forbid a level for ever. disproved: rounds
+    have shown that costs do not hold.
     """
     engines = [target, *levels]
     unknown = [engine for engine in engines if _kept(engine, replayed) is None]
@@ -78,7 +93,8 @@ def costs_of(
             state_of(engine.model).costs[_state_key(engine, replayed)] = found
     if target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
         for engine in engines:
-            _check(engine, target, budget=_BUDGET / len(engines), prepare=prepare, replayed=replayed)
+            how = {"budget": _BUDGET / len(engines), "prepare": prepare, "replayed": replayed}
+            _check(engine, target, disproved=disproved, **how)
     return [_kept(engine, replayed) for engine in engines]
 
 
@@ -94,27 +110,48 @@ def costs_of_hash(
         return None
 
 
-def first_check(costs: Iterable[PassCosts]) -> float:
+def first_check(costs: Iterable[PassCosts], replayed: bool) -> float:
     """When costs that were just read are to be timed again, by the clock of checks."""
-    return min((Check.of(one).due for one in costs), default=math.inf)
+    return min((Check.of(one, replayed).due for one in costs), default=math.inf)
 
 
-def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool) -> None:
-    """Where it is due, time a pass of one token; costs that turn out to be less are measured anew, all of them."""
+def affordable(seconds: float) -> float:
+    """From when on building levels, which takes so many seconds, is little beside what this process has taken since it
+    was started, by the clock of checks."""
+    return monotonic() + max(seconds / _BUILDING_SHARE - process_time(), 0.0)
+
+
+def age_of(costs: PassCosts) -> float:
+    """Seconds since they were measured; 0 where that is not known, or the clock was set back since then."""
+    return max(time() - costs.measured, 0.0) if costs.measured else 0.0
+
+
+def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool) -> None:
+    """Where it is due, time passes of few tokens; costs of which one turns out to be less are measured anew, all of
+    them, and each is the least that was ever measured."""
     checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
-    check = checks.get(key)
-    if check is None:
-        checks[key] = Check.of(kept, _FIRST_CAPTURED if replayed else _FIRST_CHECK)
-        return
+    check = checks.setdefault(key, Check.of(kept, replayed))
+    if disproved:
+        check.disprove()
     if not is_due(check.due):
         return
     begin, how = monotonic(), {"prepare": prepare, "replayed": replayed}
-    again = measured(engine, budget=0.0, repeats=2, tokens=(1, 2), **how)
-    if again.seconds[0] < _DISTURBED * kept.seconds[0]:
-        found = measured(engine, budget=budget, **how)
-        if found.seconds[0] < kept.seconds[0]:
-            keep(engine, found, target, replayed)
+    again = measured(engine, budget=0.0, repeats=2, tokens=_CHECK_TOKENS, **how)
+    less = any(one < DISTURBED * kept.of(float(count)) for count, one in zip(again.tokens, again.seconds, strict=True))
+    if less:
+        keep(engine, kept.least(again).least(measured(engine, budget=budget, **how)), target, replayed)
+    elif not replayed:
+        _hold(engine, kept, target)
     check.again(monotonic() - begin)
+
+
+def _hold(engine: Engine, kept: PassCosts, target: Engine) -> None:
+    """Costs have stood a check; where they are those of the cache folder, other processes are told."""
+    held = replace(kept, held=age_of(kept))
+    if _cached(engine, target, replayed=False) == kept:
+        keep(engine, held, target)
+    else:
+        state_of(engine.model).costs[_state_key(engine, False)] = held
 
 
 def is_due(at: float) -> bool:

@@ -59,7 +59,8 @@ class Wiring:
     """Builds the chain of one call of generate.
 
     seed: of the noise of a call that samples. state: what is kept of the target, where the caller has it. given: what
-    the call was given, where its levels may be known (integration/known.py). began: when building the levels did.
+    the call was given, where its levels may be known (integration/known.py). began: when building the levels did;
+    building: the seconds that it took, once it has ended.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Wiring:
         self.is_shared = is_shared(target)
         given = None if self.is_shared else given
         self.state, self.given, self.asked = state or state_of(target), given, given and given.asked
-        self.began = perf_counter()
+        self.began, self.building = perf_counter(), 0.0
 
     def build(self, levels: list[Level]) -> Chain:
         """`chooses` then says whether the lengths of drafts are left to a controller: nobody named one, nor a

@@ -1,0 +1,104 @@
+"""Is as much learned of rounds that are told together as of each by itself?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulated import costs
+
+from hf_mlspec.speculation.controller import Controller
+from hf_mlspec.speculation.estimates import MOST, Counted, PairEstimate
+from hf_mlspec.speculation.memory import LevelCosts
+from hf_mlspec.speculation.plans import Plan, Situation
+
+LEVELS = [LevelCosts("cast", costs(3e-4, 1e-5), 0.85), LevelCosts("draft", costs(5e-5, 1e-6), 0.6)]
+TARGET_COSTS = costs(1e-3, 1e-5)
+
+
+def chosen(rows: int) -> Controller:
+    """A controller that has chosen drafts of both levels, whatever it found best."""
+    made = Controller(TARGET_COSTS, LEVELS)
+    made.start(rows)
+    made.choose(Situation([100] * rows, 10.0, [[0] * rows for _ in LEVELS]))
+    made.choice.plan, made.choice.limits, made.choice.trial = Plan((4, 2)), [4] * rows, False
+    return made
+
+
+def rounds(rows: int, count: int, dice: random.Random) -> list[tuple]:
+    """Drafted and accepted of every row, and seconds."""
+    found = []
+    for _ in range(count):
+        drafted = [dice.randint(1, 4) for _ in range(rows)]
+        found.append((drafted, [dice.randint(0, n) for n in drafted], dice.uniform(1e-3, 2e-3)))
+    return found
+
+
+def told(made: Controller) -> tuple[list[list[float]], list]:
+    """All that is counted, and what is known of rows."""
+    lines = []
+    for _, pair in sorted(made.memory.pairs.items()):
+        all_ = [pair.total, *pair.kept, *pair.reached]
+        lines.append([number for one in all_ for number in (one.tried, one.kept)] + [pair.idle])
+    return lines, [made.rows.gained, [(row.tried, row.kept) for row in made.rows.rows]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rounds_that_are_told_together_teach_what_single_ones_do(rows):
+    single, together = chosen(rows), chosen(rows)
+    dice = random.Random(rows)
+    for drafted, accepted, seconds in rounds(rows, 4, dice):
+        for made in (single, together):
+            for r in range(rows):
+                made.observe_inner(0, 2, 2, min(accepted[r], 2))
+            made.observe([4] * rows, drafted, accepted, seconds)
+        single.settle()
+    assert together._untold.rounds  # they wait until somebody asks
+    (pairs, known), (all_pairs, all_known) = told(single), told(together)
+    assert len(pairs) == 2
+    assert all_pairs == [pytest.approx(line) for line in pairs]
+    assert all_known[0] == known[0]
+    assert all_known[1] == [pytest.approx(row) for row in known[1]]
+    assert together.memory.spare == pytest.approx(single.memory.spare)
+    (ratio,), (of_all,) = single.memory.ratios.values(), together.memory.ratios.values()
+    assert (of_all.tried, of_all.kept) == (4, pytest.approx(ratio.kept, rel=0.2))  # single ones tell of the pace, too
+
+
+def test_rounds_do_not_wait_for_ever():
+    made = chosen(2)
+    for drafted, accepted, seconds in rounds(2, 32, random.Random(0)):
+        made._lost = 0.0
+        made.observe([4, 4], drafted, accepted, seconds)
+    assert not made._untold.rounds
+
+
+def test_a_choice_is_made_by_all_that_was_told():
+    made = chosen(1)
+    for _ in range(20):
+        made._lost = 0.0
+        made.observe([4], [4], [0], made.forecast.seconds)
+    assert made.best_of(Situation([100], 10.0, [[0], [0]])).plan.lengths[0] == 0
+
+
+def test_rounds_of_another_choice_are_told_apart():
+    """Seconds count for the plan whose they were."""
+    made = chosen(1)
+    other = made.best_of(Situation([100], 10.0, [[0], [0]]))
+    other.plan, other.limits = Plan((0, 3)), [3]
+    made.observe([4], [4], [4], 1.5 * made.forecast.seconds)
+    made.observe([3], [3], [1], 0.6 * other.forecast.seconds, True, other)
+    assert {active for active, _, _ in made.memory.ratios} == {(0, 1), (1,)}
+
+
+def test_many_observations_at_once_are_worth_no_more_than_a_window():
+    one = Counted(24.0)
+    one.add(100, 50)
+    assert (one.tried, one.kept) == (24.0, 12.0)
+
+
+def test_drafts_longer_than_what_is_told_apart_count_as_so_many():
+    one, other = PairEstimate(0.5), PairEstimate(0.5)
+    for _ in range(3):
+        one.observe(2 * MOST, 2 * MOST, MOST + 3)
+    assert other.observe_all([(2 * MOST, 2 * MOST, MOST + 3, 3)], 0) == (3 * MOST, 3 * MOST)
+    assert other == one
