@@ -96,7 +96,7 @@ def _entries(file: Path, found: Results) -> Iterator[tuple[int, Row]]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # thousands of brackets
             if number == len(lines) and not text.endswith("\n"):
                 found.remarks.append(f"{file.name}, line {number}: half a line, as an interrupted write leaves it; "
                                      "skipped")

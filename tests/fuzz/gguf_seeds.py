@@ -76,7 +76,8 @@ def small_gguf(path: Path, architecture: str, more: dict[str, Any]) -> None:
     tensors = [NewTensor(f"{name}.weight", "F32", shape, lambda shape=shape: [torch.ones(shape)])
                for name, shape in shapes.items()]  # fmt: skip
     with path.open("wb") as file:
-        file.write(header({"general.architecture": architecture, "tokenizer.ggml.eos_token_id": 3, **metadata}, tensors))
+        own = {"general.architecture": architecture, "tokenizer.ggml.eos_token_id": 3}
+        file.write(header(own | metadata, tensors))
         for tensor in tensors:
             write_tensor(file, tensor)
 

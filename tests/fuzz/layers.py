@@ -79,7 +79,6 @@ def _awq() -> list[Case]:
     return [
         Case(config, awq(_codes()), meant_by_awq), Case(config | {"group_size": 16}, awq(_codes(size=16))),
         Case(config | {"zero_point": False}, unzeroed),
-    ] + [
         Case(config | {"version": "gemv"}, awq_rows(_codes()), meant_by_awq_rows),
         Case(config | {"version": "gemv", "zero_point": False}, rows),
         Case(config | {"version": "gemv", "group_size": 16}, awq_rows(_codes(size=16), spare=1)),
@@ -329,7 +328,8 @@ def _own_weight(data: bytes) -> None:
 def targets() -> tuple[Target, ...]:
     """One for each kind of checkpoint, and one for our own formats."""
     found = {name: _of_cases(make) for name, make in (
-        ("gptq layer", _gptq), ("awq layer", _awq), ("auto-round layer", _autoround), ("compressed layer", _compressed),
+        ("gptq layer", _gptq), ("awq layer", _awq), ("auto-round layer", _autoround),
+        ("compressed layer", _compressed),
     )}  # fmt: skip
     found |= {f"{name} layer": _of_research(name) for name in RESEARCH}
     found |= {"any-precision config": _any_precision_config, "quarot pickle": _simulated,

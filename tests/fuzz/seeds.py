@@ -50,8 +50,8 @@ def saved_weights() -> tuple[bytes, ...]:
     """A weight of each format, with its checksums, as a save has it."""
     found = []
     for word, weight in weights().items():
-        parts = {f"{word}.weight_{name}": part.contiguous()
-                 for name, part in zip(FORMATS[word].parts, weight.parts, strict=True) if part is not None}  # fmt: skip
+        named = zip(FORMATS[word].parts, weight.parts, strict=True)
+        parts = {f"{word}.weight_{name}": part.contiguous() for name, part in named if part is not None}
         found.append(save(parts, {"format": "pt", CHECKSUMS_KEY: json.dumps(checksums(parts))}))
     return tuple(found)
 

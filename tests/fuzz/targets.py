@@ -54,7 +54,7 @@ from hf_mlspec.serving.server import read_keys
 from hf_mlspec.speculation.drafters.ngram import NGram, NGramFileError
 from hf_mlspec.speculation.traces.file import read_trace
 
-from . import bodies, layers, operands, seeds
+from . import bodies, gguf_seeds, layers, operands, seeds
 from .harness import Target, Wrong
 from .layers import weights
 from .mutate import changed_header, changed_toml, parsed
@@ -284,7 +284,7 @@ def _word(data: bytes) -> None:
 TARGETS: tuple[Target, ...] = (
     Target("safetensors", seeds.safetensors(), _safetensors, suffixes=(".safetensors",), change=changed_header),
     Target("saved weight", seeds.saved_weights(), _saved_weight, layers.ERRORS, (".safetensors",), changed_header),
-    Target("gguf", seeds.gguf(), _gguf, suffixes=(".gguf",)),
+    Target("gguf", gguf_seeds.gguf(), _gguf, suffixes=(".gguf",)),
     Target("pickle", seeds.pickles(), _pickle),
     Target("atom orders", seeds.orders(), _orders),
     Target("rotations", seeds.rotations(), read_rotations),

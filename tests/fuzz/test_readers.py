@@ -12,11 +12,18 @@ pytest.importorskip("fastapi", reason="requests are read by the server; pip inst
 pytest.importorskip("gguf", reason="tests of files write with it")
 
 from eval.plans.tables import PlanError, read_toml
+from eval.records.writer import ResultsError, read_results
+from eval.report import lines as report_lines
+from eval.report.lines import ReportError
 from hf_mlspec.batch.lines import BadLine, read_line
+from hf_mlspec.batch.source import Source
 from hf_mlspec.calibration.finished import FinishedBlocks
+from hf_mlspec.checkpoints.layer import StoredLayer
+from hf_mlspec.checkpoints.llama_shape import LlamaShape
 from hf_mlspec.checkpoints.pickles import read_pickle
 from hf_mlspec.checkpoints.readers import reader_for
 from hf_mlspec.engines.memory import bytes_in
+from hf_mlspec.evaluation.certificate import Certificate
 from hf_mlspec.integration.levels.head_folder import read_head_folder
 from hf_mlspec.integration.levels.words import is_head_folder, parse_level
 from hf_mlspec.routing.router import Router
@@ -24,8 +31,10 @@ from hf_mlspec.serving.asked import read_asked
 from hf_mlspec.serving.chat import _check_messages
 from hf_mlspec.serving.errors import ApiError
 from hf_mlspec.serving.limits import Limits
+from hf_mlspec.serving.server import read_keys
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.traces.file import read_trace
+from tests.checkpoints.rotated_files import CONFIG
 from tests.fuzz import harness, seeds
 from tests.fuzz.__main__ import run
 from tests.fuzz.corpus import FOLDER, read_corpus
@@ -257,3 +266,44 @@ def test_a_scheme_whose_group_size_is_a_list():
     config = json.loads(seeds.quantization_configs()[6])
     config["config_groups"]["group_0"]["weights"]["group_size"] = [32]
     reader_for(config)
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e400"])
+def test_a_certificate_with_a_number_beyond_floats(tmp_path, number):
+    file = tmp_path / "certificate.json"
+    file.write_bytes(seeds.certificates()[0].replace(b'"acceptance": 0.5', b'"acceptance": ' + number))
+    with pytest.raises(ValueError, match="is beyond what a number can be"):
+        Certificate.load(file)
+
+
+def test_keys_of_a_server_that_are_no_text(tmp_path):
+    (tmp_path / "keys").write_bytes(b"\xff\xfea")
+    with pytest.raises(ValueError, match="is no UTF-8 text"):
+        read_keys(str(tmp_path / "keys"))
+
+
+def test_a_layer_without_inputs():
+    with pytest.raises(ValueError, match=r"q has 0 inputs and 4 outputs in config.json"):
+        StoredLayer("q", 0, 4, {})
+
+
+def test_results_of_a_hundred_thousand_brackets(tmp_path):
+    (tmp_path / "results.jsonl").write_bytes(b'{"kind": ' + DEEP + b"\n")
+    with pytest.raises(ResultsError, match="line 1: no JSON"):
+        read_results(tmp_path / "results.jsonl")
+    with pytest.raises(ReportError, match="line 1: no JSON"):
+        report_lines.read([tmp_path / "results.jsonl"])
+
+
+def test_a_table_of_a_batch_whose_column_is_no_text(tmp_path):
+    table = seeds.tables()[0]
+    assert table.count(b"max_tokens") > 1
+    (tmp_path / "lines.parquet").write_bytes(table.replace(b"max_tokens", b"max_toke\xff\xff"))
+    with pytest.raises(ValueError, match="is no parquet file"):
+        Source(str(tmp_path / "lines.parquet"))
+
+
+def test_a_model_of_two_billion_layers():
+    """The names of all of its norms were made before its first tensor was missed."""
+    with pytest.raises(ValueError, match="num_hidden_layers is 2000000000, a positive integer was expected, at most"):
+        LlamaShape.of_config(CONFIG | {"num_hidden_layers": 2_000_000_000})
