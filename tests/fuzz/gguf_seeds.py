@@ -1,16 +1,20 @@
-"""What do good GGUF files look like? A model, settings alone, and a matrix in every kind of blocks."""
+"""What do good GGUF files look like, and how does one say something else? A model, settings alone, and a matrix in
+every kind of blocks; settings and tensors are changed, and written as a good file has them."""
 
 from __future__ import annotations
 
+import io
+import random
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_mlspec.checkpoints.gguf_blocks import SCALE_BYTES, VALUES
-from hf_mlspec.checkpoints.gguf_file import GGML_TYPES
+from hf_mlspec.checkpoints.gguf_file import GGML_TYPES, open_gguf
 from hf_mlspec.checkpoints.gguf_header import NewTensor, header, write_tensor
 
 
@@ -86,3 +90,69 @@ def _tensor(name: str, shape: tuple[int, ...]) -> NewTensor:
     if len(shape) == 1:
         return NewTensor(name, "F32", shape, lambda: [torch.ones(shape)])
     return NewTensor(name, "Q4_0", shape, lambda: [torch.full((shape[0], shape[1] // 32 * 18), 3, dtype=torch.uint8)])
+
+
+_KEYS = (
+    "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scaling.original_context_length",
+    "llama.rope.scaling.attn_factor", "llama.rope.freq_base", "llama.rope.dimension_count", "llama.vocab_size",
+    "llama.attention.key_length", "llama.attention.value_length", "llama.expert_count", "llama.block_count",
+    "llama.attention.head_count", "llama.embedding_length", "llama.x", "general.type", "general.alignment",
+    "split.count", "general.architecture", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
+)  # fmt: skip
+_VALUES = (0, 1, 2, 3, 16, 32, 2**31, 2**32 - 1, True, 0.0, 1.0, 2.0, 1e-6, 1e4, -1.0, float("nan"), "", "none",
+           "linear", "yarn", "llama", "qwen2", "qwen3", "model", "adapter", ["a"])  # fmt: skip
+_NAMES = ("rope_freqs.weight", "output.weight", "blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias",
+          "blk.0.ffn_up.bias", "blk.1.attn_q.weight", "x.weight", "blk.0.attn_q_norm.weight")  # fmt: skip
+_NEW_SHAPES = ((8,), (16,), (32,), (8, 32), (32, 32), (16, 32), (1, 32), (2, 256), (32, 16), (1, 1, 32))
+
+
+@lru_cache(256)
+def _opened(data: bytes) -> tuple[dict[str, Any], dict[str, NewTensor]] | None:
+    """What a file says, and its tensors as they are; None where it is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.gguf"
+        path.write_bytes(data)
+        try:
+            file = open_gguf(path)
+        except ValueError:
+            return None
+        raw = {one.name: torch.frombuffer(bytearray(data[one.begin : one.end]), dtype=torch.uint8)
+               for one in file.tensors.values() if one.end > one.begin}  # fmt: skip
+        if len(raw) < len(file.tensors):
+            return None
+        tensors = {one.name: NewTensor(one.name, one.ggml_type, one.values_shape, lambda own=raw[one.name]: [own])
+                   for one in file.tensors.values()}  # fmt: skip
+        return dict(file.metadata), tensors
+
+
+def changed_gguf(data: bytes, chance: random.Random) -> bytes | None:
+    """A file with other settings or tensors, whole by itself; None where this one cannot be written again."""
+    if (opened := _opened(data)) is None:
+        return None
+    metadata, tensors = dict(opened[0]), dict(opened[1])
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        how = chance.random()
+        if how < 0.5:
+            prefix = metadata.get("general.architecture", "llama")
+            key = chance.choice((*metadata, *_KEYS)).replace("llama.", f"{prefix}.")
+            metadata[key] = chance.choice(_VALUES)
+        elif how < 0.6 and metadata:
+            del metadata[chance.choice(list(metadata))]
+        elif how < 0.7 and tensors:
+            del tensors[chance.choice(list(tensors))]
+        else:
+            name, shape = chance.choice((*tensors, *_NAMES)), chance.choice(_NEW_SHAPES)
+            fill = chance.choice((0.0, 1.0, 8.0, float("nan")))
+            tensors[name] = NewTensor(name, "F32", shape, lambda shape=shape, fill=fill: [torch.full(shape, fill)])
+    try:
+        return _whole(metadata, list(tensors.values()))
+    except (TypeError, AttributeError, OverflowError, UnicodeError):  # arrays that nothing here writes
+        return None
+
+
+def _whole(metadata: dict[str, Any], tensors: list[NewTensor]) -> bytes:
+    file = io.BytesIO()
+    file.write(header(metadata, tensors))
+    for tensor in tensors:
+        write_tensor(file, tensor)
+    return file.getvalue()

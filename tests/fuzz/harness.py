@@ -115,15 +115,17 @@ def fuzz(
     reached; inputs that reach one join the pool.
     """
     begin, chance = time.monotonic(), random.Random(seed)
-    first = list(target.seeds) if counts is None else []
     counts, pool = counts or Counts(), pool if pool is not None else list(target.seeds)
+    good = iter([] if counts.inputs else list(pool))
     made = inputs(target, chance, pool)
     with _Clock(counts):
         while time.monotonic() - begin <= seconds and counts.inputs != most:
-            data = first.pop(0) if first else next(made)
+            data = next(good, None)
+            looked_at = data is not None or counts.inputs % _LINES_OF == 1
             suffix = target.suffixes[int(chance.random() * len(target.suffixes))] if target.suffixes else ""
-            if feed(target, data, suffix, folder, counts, lines) and len(data) <= _LARGEST:
-                pool.append(data)
+            data = next(made) if data is None else data
+            if feed(target, data, suffix, folder, counts, lines if looked_at else None):
+                pool += [data] if len(data) <= _LARGEST and data not in pool else []
     counts.seconds += time.monotonic() - begin
     return counts
 
@@ -131,17 +133,17 @@ def fuzz(
 def feed(
     target: Target, data: bytes, suffix: str, folder: Path, counts: Counts, lines: Lines | None = None
 ) -> bool:
-    """One input; whether it reached a line that none reached before."""
+    """One input; whether it reached one of the lines, where any are given, that none reached before."""
     given: Any = data
     if target.suffixes:
         given = folder / f"input{suffix}"
         _write(given, data)
-    number, reached = counts.inputs, 0
+    memory, reached = counts.inputs % _MEMORY_OF == _MEMORY_OF - 1, 0
     counts.inputs += 1
-    if number % _MEMORY_OF == _MEMORY_OF - 1:
-        tracemalloc.start()
-    elif lines is not None and number % _LINES_OF == 1:
+    if lines is not None:
         reached = lines.begin()
+    elif memory:
+        tracemalloc.start()
     begin = time.thread_time()
     try:
         target.read(given)
@@ -157,14 +159,14 @@ def feed(
         if problem:
             counts.found(problem, data, suffix, error)
     taken = time.thread_time() - begin
-    if number % _MEMORY_OF == _MEMORY_OF - 1:
+    if lines is not None:
+        return lines.end() > reached
+    if memory:
         peak = tracemalloc.get_traced_memory()[1] / (2 * len(data) + _MOST_BYTES)
         tracemalloc.stop()
         counts.peak = max(counts.peak, peak)
         if peak > 1:
             counts.found("it takes more memory than twice the file", data, suffix)
-    elif lines is not None and number % _LINES_OF == 1:
-        return lines.end() > reached
     elif taken > counts.slowest:
         counts.slowest = taken
         if taken > MOST_SECONDS:

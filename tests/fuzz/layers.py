@@ -139,6 +139,8 @@ def _read(reader: Reader, tensors: Tensors, sizes: tuple[int, int] = (INPUTS, OU
     if not reader.holds(layer):
         return None
     plan = reader.plan(layer)
+    if not plan.read_as or plan.bits_per_weight < 0:
+        raise Wrong("a plan that says nothing of itself")
     return plan.read({name: one.load() for name, one in plan.tensors.items()})
 
 

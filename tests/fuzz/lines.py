@@ -6,6 +6,7 @@ things, too, the functions are named that read.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Iterator
@@ -147,9 +148,15 @@ def _functions(code: CodeType, outer: str) -> Iterator[tuple[CodeType, str]]:
         if not isinstance(inner, CodeType):
             continue
         name = f"{outer}.{inner.co_name}" if outer else inner.co_name
-        if inner.co_flags & inspect.CO_OPTIMIZED:  # a function
+        if inner.co_flags & inspect.CO_OPTIMIZED and not _is_empty(inner):  # a function
             yield inner, name
         yield from _functions(inner, name)
+
+
+def _is_empty(code: CodeType) -> bool:
+    """Whether a function is of a protocol: it has a docstring, and does nothing."""
+    done = [(step.opname, step.argval) for step in dis.get_instructions(code) if step.opname != "RESUME"]
+    return done in ([("LOAD_CONST", None), ("RETURN_VALUE", None)], [("RETURN_CONST", None)])
 
 
 def _lines(code: CodeType) -> set[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import warnings
+import zipfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -147,6 +150,39 @@ def changed_header(data: bytes, chance: random.Random) -> bytes | None:
         header = changed_values(header, chance)
     text = _WRITERS[1](header)
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+@lru_cache(256)
+def _unzipped(data: bytes) -> tuple[tuple[str, bytes], ...]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return tuple((one.filename, archive.read(one)) for one in archive.infolist())
+    except Exception:  # a pool has damaged ones, too
+        return ()
+
+
+def changed_zip(data: bytes, chance: random.Random) -> bytes | None:
+    """A zip of torch.save of which a part was changed, most often the pickle; its checksums fit. None for another
+    file."""
+    if not (parts := list(_unzipped(data))):
+        return None
+    at = chance.randrange(len(parts))
+    if chance.random() < 0.8:
+        at = next((place for place, (name, _) in enumerate(parts) if name.endswith(".pkl")), at)
+    name, content = parts[at]
+    how = chance.random()
+    if how < 0.9:
+        parts[at] = name, changed_bytes(content, [own for _, own in parts], chance)
+    elif how < 0.95:
+        parts[at] = chance.choice(("data.pkl", "archive/x.pkl", "archive/data/0", "../a")), content
+    else:
+        del parts[at]
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        warnings.simplefilter("ignore")  # two parts of one name
+        for own, content in parts:
+            archive.writestr(zipfile.ZipInfo(own), content)
+    return file.getvalue()
 
 
 def changed_toml(text: bytes, chance: random.Random) -> bytes | None:

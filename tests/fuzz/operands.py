@@ -21,7 +21,7 @@ from .harness import Counts, Target, Wrong, fuzz
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ops"))  # its tests import each other as pytest has it
 
-from test_fuzzed_operands import OPERANDS, changed_operands, outcome, said_of  # noqa: E402
+from test_fuzzed_operands import OPERANDS, changed_operands, outcome, said_of
 
 _TURN = 20.0  # seconds of an op before the next one
 

@@ -20,7 +20,7 @@ from hf_mlspec.calibration.matrices import read_rotations
 from hf_mlspec.checkpoints.atom import read_orders
 from hf_mlspec.checkpoints.gguf import KEY, GgufReader, dense, stored_layer
 from hf_mlspec.checkpoints.gguf_file import open_gguf
-from hf_mlspec.checkpoints.gguf_names import config_of, parameters, row_orders
+from hf_mlspec.checkpoints.gguf_names import config_of, parameters
 from hf_mlspec.checkpoints.pickles import held_tensors, pickled_tensors, read_pickle
 from hf_mlspec.checkpoints.readers import READERS, method_of, reader_for
 from hf_mlspec.checkpoints.safetensors_file import checksums, read_header, require_checksums
@@ -57,7 +57,7 @@ from hf_mlspec.speculation.traces.file import read_trace
 from . import bodies, gguf_seeds, layers, operands, seeds
 from .harness import Target, Wrong
 from .layers import weights
-from .mutate import changed_header, changed_toml, parsed
+from .mutate import changed_header, changed_toml, changed_zip, parsed
 
 
 def _safetensors(path: Path) -> None:
@@ -81,7 +81,7 @@ def _gguf(path: Path) -> None:
             dense(tensor, torch.float32)
     config_of(file)
     parameters(file)
-    row_orders(file)
+    reader_for({"quant_method": "gguf", "file": str(path)})
 
 
 def _pickle(path: Path) -> None:
@@ -284,10 +284,10 @@ def _word(data: bytes) -> None:
 TARGETS: tuple[Target, ...] = (
     Target("safetensors", seeds.safetensors(), _safetensors, suffixes=(".safetensors",), change=changed_header),
     Target("saved weight", seeds.saved_weights(), _saved_weight, layers.ERRORS, (".safetensors",), changed_header),
-    Target("gguf", gguf_seeds.gguf(), _gguf, suffixes=(".gguf",)),
-    Target("pickle", seeds.pickles(), _pickle),
-    Target("atom orders", seeds.orders(), _orders),
-    Target("rotations", seeds.rotations(), read_rotations),
+    Target("gguf", gguf_seeds.gguf(), _gguf, suffixes=(".gguf",), change=gguf_seeds.changed_gguf),
+    Target("pickle", seeds.pickles(), _pickle, change=changed_zip),
+    Target("atom orders", seeds.orders(), _orders, change=changed_zip),
+    Target("rotations", seeds.rotations(), read_rotations, change=changed_zip),
     Target("trace", seeds.traces(), read_trace),
     Target("certificate", seeds.certificates(), Certificate.load, mend=seeds.mended_certificate),
     Target("profile", seeds.profiles(), lambda path: profile.read(path, seeds.MACHINE), (profile.NotAProfile,)),
