@@ -62,6 +62,10 @@ class CompressedReader:
         self._zero_points = bool(schemes) and not any(scheme.get("symmetric", True) for scheme in schemes)
         self._act_order = bool(schemes) and all(scheme.get("actorder") == "group" for scheme in schemes)
         sizes = [scheme.get("group_size") for scheme in schemes]
+        for size in sizes:
+            if size is not None and type(size) is not int:
+                raise ValueError(f"this checkpoint has a scheme with group_size {size!r:.60}, a number is read: its "
+                                 "config.json is damaged; download it again")
         self._size = sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
         self._wrong_mxfp4 = str(config.get("version", "")) == _WRONG_MXFP4
 

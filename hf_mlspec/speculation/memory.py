@@ -92,7 +92,7 @@ class Memory:
                     raise ValueError(f"{ratio.kept!r} of {ratio.tried!r} rounds")
                 if ratio.tried:  # of no round nothing is known
                     memory.ratios[key] = ratio
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
         return memory
 

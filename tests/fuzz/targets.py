@@ -17,10 +17,11 @@ from hf_mlspec.batch.lines import BadLine, read_line
 from hf_mlspec.batch.source import Source
 from hf_mlspec.calibration.finished import FinishedBlocks
 from hf_mlspec.calibration.matrices import read_rotations
-from hf_mlspec.checkpoints.atom import read_orders
+from hf_mlspec.checkpoints.atom import read_orders, sort_state
 from hf_mlspec.checkpoints.gguf import KEY, GgufReader, dense, stored_layer
 from hf_mlspec.checkpoints.gguf_file import open_gguf
 from hf_mlspec.checkpoints.gguf_names import config_of, parameters
+from hf_mlspec.checkpoints.layer import HeldTensor
 from hf_mlspec.checkpoints.pickles import held_tensors, pickled_tensors, read_pickle
 from hf_mlspec.checkpoints.readers import READERS, method_of, reader_for
 from hf_mlspec.checkpoints.safetensors_file import checksums, read_header, require_checksums
@@ -242,7 +243,11 @@ def _report(data: bytes) -> None:
 
 
 def _orders(path: Path) -> None:
-    read_orders(path, seeds.ATOM_CONFIG)
+    """Atom's orders, and the linears of a state dict in them, of which a third has one fewer."""
+    orders = read_orders(path, seeds.ATOM_CONFIG)
+    names = ["model.norm.weight", *(f"model.layers.0.{name}.weight" for name in seeds.ATOM_LINEARS)]
+    names = names[: len(names) - (path.stat().st_size % 3 == 0)]
+    sort_state({name: HeldTensor(name, torch.ones(1)) for name in names}, orders, seeds.ATOM_CONFIG)
 
 
 def _report_lines(path: Path) -> None:

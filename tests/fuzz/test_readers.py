@@ -33,6 +33,7 @@ from hf_mlspec.serving.errors import ApiError
 from hf_mlspec.serving.limits import Limits
 from hf_mlspec.serving.server import read_keys
 from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.memory import Memory
 from hf_mlspec.speculation.traces.file import read_trace
 from tests.checkpoints.rotated_files import CONFIG
 from tests.fuzz import harness, seeds
@@ -262,10 +263,12 @@ def test_bytes_beyond_floats():
     assert bytes_in("6GiB") == 6 << 30
 
 
-def test_a_scheme_whose_group_size_is_a_list():
+@pytest.mark.parametrize("size", [[32], "32", 0.5, True])
+def test_a_scheme_whose_group_size_is_no_number(size):
     config = json.loads(seeds.quantization_configs()[6])
-    config["config_groups"]["group_0"]["weights"]["group_size"] = [32]
-    reader_for(config)
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+    with pytest.raises(ValueError, match="a scheme with group_size"):
+        reader_for(config)
 
 
 @pytest.mark.parametrize("number", [b"1e999", b"-1e400"])
@@ -307,3 +310,10 @@ def test_a_model_of_two_billion_layers():
     """The names of all of its norms were made before its first tensor was missed."""
     with pytest.raises(ValueError, match="num_hidden_layers is 2000000000, a positive integer was expected, at most"):
         LlamaShape.of_config(CONFIG | {"num_hidden_layers": 2_000_000_000})
+
+
+@pytest.mark.parametrize("batch", [float("inf"), 1e400])
+def test_what_a_controller_learned_of_infinitely_many_rows(batch):
+    said = {"pairs": [], "ratios": [{"rounds": [[0], 4, batch], "counted": [1.0, 2.0]}]}
+    with pytest.raises(ValueError, match="nothing that a controller learned"):
+        Memory.from_dict(said, 1)
