@@ -56,7 +56,7 @@ def run(targets: list[Target], seconds: float, most: int | None, least: int, see
                     state.begin(target.name)
                     fuzz(target, Path(folder), seed=f"{seed} {target.name} {state.turns[target.name]}", seconds=turn,
                          most=most, counts=state.counts[target.name], pool=state.pools[target.name],
-                         lines=state.lines)  # fmt: skip
+                         lines=state.lines, first=state.first(target.name))  # fmt: skip
                     state.end(target.name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache
@@ -51,7 +52,20 @@ def gguf() -> tuple[bytes, ...]:
 
     rope = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     settings = header({"general.architecture": "llama", "x": True, "y": 1.5}, [])
-    return by_path(written), settings, *map(gguf_blocks, VALUES), by_path(lambda path: small_gguf(path, "qwen3", rope))
+    whole = [by_path(lambda path, name=name: small_gguf(path, name, rope)) for name in ("qwen3", "llama")]
+    return by_path(written), settings, arrays(), *whole, *map(gguf_blocks, VALUES)
+
+
+def arrays() -> bytes:
+    """Settings that are arrays: of bools, of numbers, of texts, of arrays."""
+    kinds = (
+        struct.pack("<IQ3B", 7, 3, 0, 1, 1), struct.pack("<IQ2f", 6, 2, 1.0, 2.0),
+        struct.pack("<IQQ1s", 8, 1, 1, b"a"), struct.pack("<IQIQ2IIQ", 9, 2, 4, 2, 7, 8, 5, 0),
+        struct.pack("<IQq", 11, 1, -1),
+    )  # fmt: skip
+    keys = [struct.pack("<Q2sI", 2, b"k%d" % number, 9) + kind for number, kind in enumerate(kinds)]
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys)) + b"".join(keys)
+    return data + b"\0" * (-len(data) % 32)
 
 
 def gguf_blocks(kind: str) -> bytes:
@@ -74,8 +88,9 @@ def gguf_blocks(kind: str) -> bytes:
 
 
 def small_gguf(path: Path, architecture: str, more: dict[str, Any]) -> None:
-    """A model of one layer in F32, with norms of heads."""
-    shapes = {"blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)} | _SHAPES | {"output": (8, 32)}
+    """A model of one layer in F32, with norms of heads where there are some, and with frequencies where not."""
+    norms = {"blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)}
+    shapes = (norms if architecture == "qwen3" else {"rope_freqs": (8,)}) | _SHAPES | {"output": (8, 32)}
     metadata = {key.replace("llama.", f"{architecture}."): value for key, value in (_LLAMA | more).items()}
     tensors = [NewTensor(f"{name}.weight", "F32", shape, lambda shape=shape: [torch.ones(shape)])
                for name, shape in shapes.items()]  # fmt: skip

@@ -108,19 +108,20 @@ def inputs(target: Target, chance: random.Random, pool: Sequence[bytes]) -> Iter
 def fuzz(
     target: Target, folder: Path, *, seed: int | str, seconds: float, most: int | None = None,
     counts: Counts | None = None, pool: list[bytes] | None = None, lines: Lines | None = None,
+    first: Sequence[bytes] | None = None,
 ) -> Counts:  # fmt: skip
     """Feed a target until the time is over, or it had `most` inputs in all.
 
-    counts, pool: of earlier runs, which go on; without them the good inputs come first. lines: those that nobody
-    reached; inputs that reach one join the pool.
+    counts, pool: of earlier runs, which go on. lines: those that nobody reached; inputs that reach one join the pool.
+    first: inputs that come before those that are made; None: the good ones.
     """
     begin, chance = time.monotonic(), random.Random(seed)
     counts, pool = counts or Counts(), pool if pool is not None else list(target.seeds)
-    good = iter([] if counts.inputs else list(pool))
+    known = iter(target.seeds if first is None else first)
     made = inputs(target, chance, pool)
     with _Clock(counts):
         while time.monotonic() - begin <= seconds and counts.inputs != most:
-            data = next(good, None)
+            data = next(known, None)
             looked_at = data is not None or counts.inputs % _LINES_OF == 1
             suffix = target.suffixes[int(chance.random() * len(target.suffixes))] if target.suffixes else ""
             data = next(made) if data is None else data

@@ -88,7 +88,8 @@ def _awq() -> list[Case]:
 
 
 def _autoround() -> list[Case]:
-    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "packing_format": "auto_round"}
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "packing_format": "auto_round",
+              "rotation_config": {}, "data_type": "int", "act_bits": 16}  # fmt: skip
     less = config | {"packing_format": "auto_round:auto_gptq", "sym": True, "data_type": "int"}
     words = config | {"packing_format": "auto_round:auto_awq", "group_size": -1, "sym": True,
                       "extra_config": {"up_proj": {"bits": 4}, "(": {"bits": 2}, "down.*": {"bits": 16}}}  # fmt: skip
@@ -107,6 +108,7 @@ def _autoround() -> list[Case]:
 def _compressed() -> list[Case]:
     scheme = {"symmetric": False, "actorder": "group", "group_size": 32, "num_bits": 4}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+              "sparsity_config": {"format": "dense"}, "quantization_status": "compressed", "transform_config": {},
               "config_groups": {"group_0": {"weights": scheme}}}  # fmt: skip
     plain = config | {"config_groups": {"group_0": {"weights": {"symmetric": True, "group_size": None}}}}
     old = compressed(_codes(act_order=False))
@@ -132,6 +134,15 @@ def _changed(tensors: Tensors, chance: random.Random) -> Tensors:
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         tensors = changed(tensors, chance)
     return tensors
+
+
+def _gpt_oss_linear(data: bytes) -> None:
+    """Its linears are never quantized, whatever they hold."""
+    reader = reader_for({"quant_method": "mxfp4"})
+    layer = stored(_changed(RESEARCH["gpt-oss"][0].whole(), _chance(data)), INPUTS, OUTPUTS)
+    if reader.holds(layer):
+        raise Wrong("a linear of gpt-oss is held to be quantized")
+    reader.plan(layer)
 
 
 def _read(reader: Reader, tensors: Tensors, sizes: tuple[int, int] = (INPUTS, OUTPUTS)) -> Any:
@@ -185,7 +196,8 @@ def _of_research(name: str) -> Callable[[bytes], None]:
         chance = _chance(data)
         linears = ((chance.choice(list(SHAPES)),),) if several else ()
         if several and chance.random() < 0.2:
-            config = changed_values(checkpoint.config, chance)
+            sizes = {"num_attention_heads": chance.choice((1, 5, 12, 20, 24)), "hidden_size": chance.choice((96, 192))}
+            config = changed_values(checkpoint.config, chance) if chance.random() < 0.7 else sizes
             if isinstance(config, dict):
                 checkpoint.sort(held(whole), {"model_type": checkpoint.config["model_type"], **config})
             return
@@ -232,6 +244,9 @@ def _simulated(data: bytes) -> None:
     chance, whole = _chance(data), simulated()
     state, quantizers, config = dict(whole["model"]), dict(whole["w_quantizers"]), CONFIG
     how = chance.random()
+    if chance.random() < 0.2:  # a model that was not rotated
+        norms = [name for name in state if "norm" in name]
+        state |= dict.fromkeys(norms[: len(norms) - (how > 0.9)], torch.ones(192))
     if how < 0.5:
         state = _changed(state, chance)
     elif how < 0.85:
@@ -249,7 +264,10 @@ def _simulated(data: bytes) -> None:
         config = changed_values(CONFIG, chance)
         if not isinstance(config, dict):
             return
-    found = sort_pickle({"w_quantizers": quantizers, "model": state}, Path("q.pt"), config)
+    whole = {"w_quantizers": quantizers, "model": state}
+    if chance.random() < 0.02:
+        del whole[chance.choice(list(whole))]
+    found = sort_pickle(whole, Path("q.pt"), config)
     layer = found.layers[f"{LAYER}.{chance.choice(list(SHAPES))}"]
     if found.reader.holds(layer):
         plan = found.reader.plan(layer)
@@ -275,7 +293,7 @@ def _gpt_oss_names(data: bytes) -> None:
     found = parameters(tensors, config_of(config, "config.json"), "a folder")
     for name in ("q", "k", "v"):
         rows = found[f"model.layers.0.self_attn.{name}_proj.bias"]
-        if tuple(rows.load().shape) != rows.shape:
+        if tuple(rows.load().shape) != rows.shape or rows.dtype != torch.int64 or "qkv" not in rows.place:
             raise Wrong(f"{name} has other rows than it says")
 
 
@@ -335,7 +353,8 @@ def targets() -> tuple[Target, ...]:
     )}  # fmt: skip
     found |= {f"{name} layer": _of_research(name) for name in RESEARCH}
     found |= {"any-precision config": _any_precision_config, "quarot pickle": _simulated,
-              "gpt-oss names": _gpt_oss_names, "own weight": _own_weight}  # fmt: skip
+              "gpt-oss names": _gpt_oss_names, "gpt-oss linear": _gpt_oss_linear,
+              "own weight": _own_weight}  # fmt: skip
     return tuple(Target(name, (), read, ERRORS, suffixes=(), drawn=True) for name, read in found.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 import tempfile
@@ -70,10 +71,11 @@ def rotations() -> tuple[bytes, ...]:
 
 
 def traces() -> tuple[bytes, ...]:
-    found = sorted((ROOT / "eval" / "traces").glob("*.json"))[:2]
-    short = json.loads(found[0].read_text())
-    short["rows"] = [row | {"rounds": row["rounds"][:4]} for row in short["rows"][:2]]
-    return (json_bytes(short),)
+    """Of the traces with the fewest and the most levels the two shortest rows."""
+    found = [json.loads(file.read_text()) for file in sorted((ROOT / "eval" / "traces").glob("*.json"))]
+    found.sort(key=lambda trace: (len(trace["levels"]), len(trace["rows"])))
+    return tuple(json_bytes(trace | {"rows": sorted(trace["rows"], key=lambda row: len(row["rounds"]))[:2]})
+                 for trace in (found[0], found[-1]))  # fmt: skip
 
 
 def certificates() -> tuple[bytes, ...]:
@@ -142,18 +144,24 @@ def requests() -> tuple[bytes, ...]:
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}],
         "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True, "top_logprobs": 3,
         "max_completion_tokens": 4}  # fmt: skip
-    return json_bytes({"prompt": "x", **common}), json_bytes({"prompt": [[1, 2], "y"]}), json_bytes({**common, **chat})
+    bodies = [{"prompt": "x", **common}, {"prompt": [[1, 2], "y"]}, {**common, **chat}, {"prompt": [3] * 90},
+              {"prompt": [3] * 60, "max_tokens": 50}, {"prompt": "x", "logit_bias": {"99999999": 1}, "stream": True},
+              {"messages": [{"role": "user", "content": "hello"}], "stream": True, "return_levels": True,
+               "return_token_ids": True, "logprobs": True, "model": "demo"}]  # fmt: skip
+    return tuple(map(json_bytes, bodies))
 
 
 def prompts() -> tuple[bytes, ...]:
     lines = [{"prompt": "one"}, {"question": {"stem": "two"}}, {"turns": ["three", "four"]}, {"text": "five"}]
-    return json_bytes(lines), b"\n".join(map(json_bytes, lines)), b"plain\ntext\r\n", json_bytes({"problem": "six"})
+    plain = json_bytes(lines), b"\n".join(map(json_bytes, lines)), b"plain\ntext\r\n", json_bytes({"problem": "six"})
+    return *plain, gzip.compress(plain[0]), gzip.compress(plain[2])
 
 
 def plans() -> tuple[bytes, ...]:
     """The smaller half of those in eval/configs: most of a larger one is more of the same."""
     found = sorted((file.read_bytes() for file in (ROOT / "eval" / "configs").glob("*.toml")), key=len)
-    return tuple(found[: len(found) // 2])
+    systems = [text for text in found if b"[[system" in text]
+    return *found[: len(found) // 2], *systems[:4]
 
 
 @cache
@@ -278,4 +286,4 @@ def tables() -> tuple[bytes, ...]:
 
 
 def words() -> tuple[bytes, ...]:
-    return b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"4GiB", b"500 MB", b"w16a4kv8", b"int3", struct.pack("<q", 3)
+    return b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"4GiB", b"500 MB", b"w16a4kv8", b"int3", b"experts:4", b"exit:2", struct.pack("<q", 3)

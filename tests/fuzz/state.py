@@ -29,13 +29,16 @@ class State:
         self.pools = {name: list(pool) for name, pool in pools.items()}
         self.counts = {one.name: Counts() for one in targets}
         self.turns = dict.fromkeys(self.counts, 0)
+        self._fed, self._texts = set(), lines.texts
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for name in self.counts:
                 if (file := self._file(name)).is_file():
                     self._take(name, json.loads(file.read_text(encoding="utf-8")))
-            if (file := folder / "lines.json").is_file():
-                lines.forget(json.loads(file.read_text(encoding="utf-8")))
+            told = json.loads(file.read_text()) if (file := folder / "lines.json").is_file() else {}
+            if told.get("texts") == self._texts:
+                lines.forget(told["left"])
+                self._fed = {name for name, one in self.counts.items() if one.inputs}
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name.replace(' ', '_')}.json"
@@ -54,6 +57,12 @@ class State:
         if self.folder is not None:
             (self.folder / "now").write_text(f"{name}, turn {self.turns[name]}\n", encoding="utf-8")
 
+    def first(self, name: str) -> list[bytes]:
+        """The whole pool, once: in a new run, and where readers have changed, whose lines are counted anew."""
+        known = [] if name in self._fed else list(self.pools[name])
+        self._fed.add(name)
+        return known
+
     def end(self, name: str) -> None:
         """Keep what a turn brought."""
         if self.folder is None:
@@ -62,7 +71,8 @@ class State:
         findings = [asdict(one) | {"data": _text(one.data)} for one in counts.findings.values()]
         told = {**{key: getattr(counts, key) for key in _NUMBERS}, "errors": dict(counts.errors),
                 "findings": findings, "turns": self.turns[name], "pool": [_text(one) for one in self.pools[name]]}
-        for file, said in ((self._file(name), told), (self.folder / "lines.json", self.lines.told_all())):
+        left = {"texts": self._texts, "left": self.lines.told_all()}
+        for file, said in ((self._file(name), told), (self.folder / "lines.json", left)):
             aside = file.with_suffix(".aside")
             aside.write_text(json.dumps(said), encoding="utf-8")
             aside.replace(file)

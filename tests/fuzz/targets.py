@@ -21,10 +21,10 @@ from hf_mlspec.checkpoints.atom import read_orders, sort_state
 from hf_mlspec.checkpoints.gguf import KEY, GgufReader, dense, stored_layer
 from hf_mlspec.checkpoints.gguf_file import open_gguf
 from hf_mlspec.checkpoints.gguf_names import config_of, parameters
-from hf_mlspec.checkpoints.layer import HeldTensor
+from hf_mlspec.checkpoints.layer import HeldTensor, StoredLayer
 from hf_mlspec.checkpoints.pickles import held_tensors, pickled_tensors, read_pickle
-from hf_mlspec.checkpoints.readers import READERS, method_of, reader_for
-from hf_mlspec.checkpoints.safetensors_file import checksums, read_header, require_checksums
+from hf_mlspec.checkpoints.readers import is_readable, method_of, reader_for
+from hf_mlspec.checkpoints.safetensors_file import checksums, mapped, read_header, require_checksums
 from hf_mlspec.engines.memory import bytes_in
 from hf_mlspec.evaluation.certificate import Certificate
 from hf_mlspec.evaluation.journal import Journal
@@ -80,6 +80,8 @@ def _gguf(path: Path) -> None:
                 raise Wrong(f"{tensor.ggml_type} packed has other values than its blocks")
         elif tensor.dtype is not None:
             dense(tensor, torch.float32)
+        with mapped(path) as contents:
+            tensor.read(contents, slice(0, 1))
     config_of(file)
     parameters(file)
     reader_for({"quant_method": "gguf", "file": str(path)})
@@ -99,6 +101,8 @@ def _journal(path: Path) -> None:
 
 def _prompts(path: Path) -> None:
     list(read_prompts(path))
+    if path.suffix == ".json":
+        list(read_prompts(_folder(path, "prompts", "1.json")))
 
 
 def _batch_line(data: bytes) -> None:
@@ -120,7 +124,7 @@ def _plan(path: Path) -> None:
 
 
 def _router(path: Path) -> None:
-    Router.load(path, seeds.routed()[1])
+    Router.load(path, seeds.routed()[1], (2, 3, 4, 6, 8) if path.stat().st_size % 2 else None)
 
 
 def _block(path: Path) -> None:
@@ -141,13 +145,14 @@ def _quantization_config(data: bytes) -> None:
     told = parsed(data)
     if told is None or not isinstance(found := told[0], dict):
         return
-    if method_of(found) in READERS:
+    if is_readable(found):
         if method_of(found) != "gguf":  # which names a file of its own
-            reader_for(found)
+            reader_for(found).holds(_EMPTY)
     else:
         MLSpecConfig(**{name: value for name, value in found.items() if name not in _OF_THIS_MACHINE})
 
 
+_EMPTY = StoredLayer("up_proj", 1, 1, {})
 _OF_THIS_MACHINE = ("router", "plane_folder", "plane_budget", "calibration", "tokenizer", "method", "self")
 
 
@@ -171,12 +176,15 @@ def _learned(path: Path) -> None:
 
 
 def _records(path: Path) -> None:
-    records(path) if path.suffix == ".jsonl" else whole_record(path)
+    for record in records(path) if path.suffix == ".jsonl" else [whole_record(path)]:
+        record.check(prompt=str)
 
 
 def _saved_weight(path: Path) -> None:
     """A weight in a file with checksums: what is taken is what was saved, unless nothing says what that was."""
     found = Checkpoint.read([path])
+    if found.tensors and path.stat().st_size % 8 == 0:
+        Checkpoint.read([path, _folder(path, "again", "again.safetensors") / "again.safetensors"])
     sums = found.checksums[path]
     require_checksums(path, found.of(path), sums)
     for word, weight in weights().items():

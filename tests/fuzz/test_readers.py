@@ -7,6 +7,7 @@ import logging
 import time
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="requests are read by the server; pip install 'hf-mlspec[serve]'")
 pytest.importorskip("gguf", reason="tests of files write with it")
@@ -18,6 +19,8 @@ from eval.report.lines import ReportError
 from hf_mlspec.batch.lines import BadLine, read_line
 from hf_mlspec.batch.source import Source
 from hf_mlspec.calibration.finished import FinishedBlocks
+from hf_mlspec.checkpoints.awq import AwqReader
+from hf_mlspec.checkpoints.gptq import GptqReader
 from hf_mlspec.checkpoints.layer import StoredLayer
 from hf_mlspec.checkpoints.llama_shape import LlamaShape
 from hf_mlspec.checkpoints.pickles import read_pickle
@@ -25,7 +28,9 @@ from hf_mlspec.checkpoints.readers import reader_for
 from hf_mlspec.engines.memory import bytes_in
 from hf_mlspec.evaluation.certificate import Certificate
 from hf_mlspec.integration.levels.head_folder import read_head_folder
+from hf_mlspec.integration.levels.words import _VIEWS as VIEWS
 from hf_mlspec.integration.levels.words import is_head_folder, parse_level
+from hf_mlspec.precision import spelled
 from hf_mlspec.routing.router import Router
 from hf_mlspec.serving.asked import read_asked
 from hf_mlspec.serving.chat import _check_messages
@@ -35,7 +40,9 @@ from hf_mlspec.serving.server import read_keys
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.memory import Memory
 from hf_mlspec.speculation.traces.file import read_trace
+from tests.checkpoints.memory import stored
 from tests.checkpoints.rotated_files import CONFIG
+from tests.foreign_checkpoints import awq_rows, gptq, rounded
 from tests.fuzz import harness, seeds
 from tests.fuzz.__main__ import run
 from tests.fuzz.corpus import FOLDER, read_corpus
@@ -204,7 +211,7 @@ def router_saying(tmp_path, **said):
 
 @pytest.mark.parametrize("said", [
     {"text": "{"}, {"text": "3"}, {"text": DEEP.decode()}, {"widths": None}, {"model": 3}, {"hidden": 2**40},
-    {"hidden": 0}, {"temperature": -1.0}, {"average": None},
+    {"hidden": True}, {"temperature": True}, {"hidden": 0}, {"temperature": -1.0}, {"average": None},
 ])  # fmt: skip
 def test_a_router_whose_header_says_nonsense(tmp_path, said):
     """2**40 units would be asked for memory before a tensor is read."""
@@ -317,3 +324,28 @@ def test_what_a_controller_learned_of_infinitely_many_rows(batch):
     said = {"pairs": [], "ratios": [{"rounds": [[0], 4, batch], "counted": [1.0, 2.0]}]}
     with pytest.raises(ValueError, match="nothing that a controller learned"):
         Memory.from_dict(said, 1)
+
+
+@pytest.mark.parametrize("word", ["w4a" + "9" * 5000, "w" + "4" * 5000, "planes" + "3" * 5000])
+def test_a_word_with_thousands_of_digits(word):
+    assert spelled(word) is None
+    with pytest.raises(ValueError, match="neither an existing folder nor a known word"):
+        parse_level(word)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_with_thousands_of_digits(kind):
+    with pytest.raises(ValueError, match=f"{kind} takes a number of"):
+        parse_level(f"{kind}:{'9' * 5000}")
+
+
+def test_scales_and_zero_points_that_were_both_cut_to_one_group():
+    """They were read as those of whole rows, though config.json says groups of 32."""
+    whole = awq_rows(rounded(torch.randn(16, 64), 4, 32, False))
+    cut = gptq(rounded(torch.randn(16, 64), 4, 32, False), 4)
+    cut |= {name: cut[name][:1] for name in ("scales", "qzeros")}
+    reader = GptqReader({"bits": 4, "group_size": 32})
+    with pytest.raises(ValueError, match=r"1 groups: 64 inputs in groups of 32, as config.json has it, are 2"):
+        reader.plan(stored(cut, 64, 16))
+    assert reader.plan(stored(gptq(rounded(torch.randn(16, 32), 4, 32, False), 4), 32, 16)).format == "int4"
+    assert AwqReader({"group_size": 32, "version": "gemv"}).plan(stored(whole, 64, 16)).format == "int4"
