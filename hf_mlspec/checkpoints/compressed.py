@@ -45,9 +45,10 @@ class CompressedReader:
         if unknown is not None:
             known = ", ".join(word for word in _FORMATS if word)
             raise ValueError(f"this checkpoint is compressed-tensors of format {unknown!r}: {known} are read")
-        sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+        sparse = config.get("sparsity_config") or {}
+        sparsity = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
         if sparsity != "dense":
-            raise ValueError(f"this checkpoint is sparse ({sparsity}): only dense weights are read")
+            raise ValueError(f"this checkpoint is sparse ({sparsity!r:.60}): only dense weights are read")
         if config.get("quantization_status") not in (None, "compressed"):
             raise ValueError(
                 f"this checkpoint's quantization_status is {config['quantization_status']!r}, not 'compressed': its "

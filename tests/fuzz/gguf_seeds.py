@@ -17,6 +17,7 @@ import torch
 from hf_mlspec.checkpoints.gguf_blocks import SCALE_BYTES, VALUES
 from hf_mlspec.checkpoints.gguf_file import GGML_TYPES, open_gguf
 from hf_mlspec.checkpoints.gguf_header import NewTensor, header, write_tensor
+from hf_mlspec.checkpoints.gguf_rope import rope_divisors
 
 
 def by_path(write: Callable[[Path], Any]) -> bytes:
@@ -50,9 +51,12 @@ def gguf() -> tuple[bytes, ...]:
             for tensor in tensors:
                 write_tensor(file, tensor)
 
-    rope = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_beta_fast": 32.0}  # fmt: skip
     settings = header({"general.architecture": "llama", "x": True, "y": 1.5}, [])
-    whole = [by_path(lambda path, name=name: small_gguf(path, name, rope)) for name in ("qwen3", "llama")]
+    whole = [by_path(lambda path, own=own: small_gguf(path, *own)) for own in (
+        ("qwen3", linear), ("qwen3", yarn), ("llama", {}), ("llama", linear), ("qwen2", {}))]  # fmt: skip
     return by_path(written), settings, arrays(), *whole, *map(gguf_blocks, VALUES)
 
 
@@ -88,15 +92,22 @@ def gguf_blocks(kind: str) -> bytes:
 
 
 def small_gguf(path: Path, architecture: str, more: dict[str, Any]) -> None:
-    """A model of one layer in F32, with norms of heads where there are some, and with frequencies where not."""
-    norms = {"blk.0.attn_q_norm": (16,), "blk.0.attn_k_norm": (16,)}
-    shapes = (norms if architecture == "qwen3" else {"rope_freqs": (8,)}) | _SHAPES | {"output": (8, 32)}
-    metadata = {key.replace("llama.", f"{architecture}."): value for key, value in (_LLAMA | more).items()}
-    tensors = [NewTensor(f"{name}.weight", "F32", shape, lambda shape=shape: [torch.ones(shape)])
-               for name, shape in shapes.items()]  # fmt: skip
+    """A model of one layer in F32: with norms of heads, with biases, or with Llama 3's frequencies."""
+    own: dict[str, torch.Tensor] = {}
+    if architecture == "qwen3":
+        own = {"blk.0.attn_q_norm.weight": torch.ones(16), "blk.0.attn_k_norm.weight": torch.ones(16)}
+    elif architecture == "qwen2":
+        own = {f"blk.0.attn_{name}.bias": torch.zeros(32 if name == "q" else 16) for name in "qkv"}
+    else:
+        said = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+        own = {"rope_freqs.weight": rope_divisors(said, 16)}
+    own |= {f"{name}.weight": torch.ones(shape) for name, shape in (_SHAPES | {"output": (8, 32)}).items()}
+    sizes = {key.removeprefix("llama."): value for key, value in _LLAMA.items()} | more
+    metadata = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    tensors = [NewTensor(name, "F32", tuple(one.shape), lambda one=one: [one]) for name, one in own.items()]
     with path.open("wb") as file:
-        own = {"general.architecture": architecture, "tokenizer.ggml.eos_token_id": 3}
-        file.write(header(own | metadata, tensors))
+        first = {"general.architecture": architecture, "tokenizer.ggml.eos_token_id": 3}
+        file.write(header(first | metadata, tensors))
         for tensor in tensors:
             write_tensor(file, tensor)
 
@@ -109,10 +120,11 @@ def _tensor(name: str, shape: tuple[int, ...]) -> NewTensor:
 
 _KEYS = (
     "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scaling.original_context_length",
-    "llama.rope.scaling.attn_factor", "llama.rope.freq_base", "llama.rope.dimension_count", "llama.vocab_size",
-    "llama.attention.key_length", "llama.attention.value_length", "llama.expert_count", "llama.block_count",
-    "llama.attention.head_count", "llama.embedding_length", "llama.x", "general.type", "general.alignment",
-    "split.count", "general.architecture", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
+    "llama.rope.scaling.attn_factor", "llama.rope.scaling.yarn_beta_slow", "llama.rope.scaling.x",
+    "llama.rope.freq_base", "llama.rope.dimension_count", "llama.vocab_size", "llama.attention.key_length",
+    "llama.attention.value_length", "llama.expert_count", "llama.block_count", "llama.attention.head_count",
+    "llama.embedding_length", "llama.x", "general.type", "general.alignment", "split.count", "general.architecture",
+    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id",
 )  # fmt: skip
 _VALUES = (0, 1, 2, 3, 16, 32, 2**31, 2**32 - 1, True, 0.0, 1.0, 2.0, 1e-6, 1e4, -1.0, float("nan"), "", "none",
            "linear", "yarn", "llama", "qwen2", "qwen3", "model", "adapter", ["a"])  # fmt: skip

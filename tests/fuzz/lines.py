@@ -22,15 +22,16 @@ ALL = ("",)
 # File -> beginnings of the names of the functions that read.
 ROOMS: dict[str, tuple[str, ...]] = {
     **{f"{_PACKAGE}/checkpoints/{name}.py": ALL for name in (
-        "anyprecision", "atom", "autoround", "awq", "compressed", "gguf", "gguf_blocks", "gguf_file", "gguf_rope",
-        "gpt_oss", "gpt_oss_original", "gptq", "grids", "layer", "llama_shape", "pickles", "qspec", "quarot",
-        "quarot_pickle", "readers", "scales",
+        "anyprecision", "atom", "autoround", "awq", "compressed", "gguf", "gguf_blocks", "gguf_file", "gpt_oss",
+        "gpt_oss_original", "gptq", "grids", "layer", "llama_shape", "pickles", "qspec", "quarot", "quarot_pickle",
+        "readers", "scales",
     )},
     f"{_PACKAGE}/checkpoints/codes.py": ("unpack", "as_bytes", "require", "order_of", "gathered"),
     f"{_PACKAGE}/checkpoints/gguf_names.py": (
         "architecture_of", "hf_name", "_places", "_possible", "config_of", "_Metadata", "_shortest", "_vocab", "_bias",
         "parameters", "_shapes", "row_orders", "_order",
     ),
+    f"{_PACKAGE}/checkpoints/gguf_rope.py": ("rope_parameters", "_"),
     f"{_PACKAGE}/checkpoints/rotation.py": ("order_of", "is_power", "require", "stored"),
     f"{_PACKAGE}/checkpoints/safetensors_file.py": (
         "StoredTensor", "read_header", "_stored", "_require", "_damaged", "mapped", "require_checksums", "_crc",
@@ -43,7 +44,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     f"{_PACKAGE}/calibration/matrices.py": ("read_rotations",),
     f"{_PACKAGE}/speculation/traces/file.py": ("trace_from", "read_trace", "_row", "_round", "_traced", "_null",
                                                "_typed", "_is", "_short"),
-    f"{_PACKAGE}/speculation/traces/trace.py": ("Trace.__post_init__", "longest", "_reach", "_check"),
+    f"{_PACKAGE}/speculation/traces/trace.py": ("Trace.__post_init__", "_check"),
     f"{_PACKAGE}/speculation/costs.py": ("PassCosts.from_dict",),
     f"{_PACKAGE}/speculation/memory.py": ("Memory.from_dict", "_index"),
     f"{_PACKAGE}/evaluation/certificate.py": ("Certificate.load",),
@@ -57,8 +58,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     f"{_PACKAGE}/integration/json_object.py": ALL,
     f"{_PACKAGE}/integration/levels/head_folder.py": ("read_head_folder", "_check_sizes", "_speculators",
                                                         "_specforge", "_whole", "_layer_config", "_taps"),
-    f"{_PACKAGE}/integration/levels/words.py": ("parse_level", "_is_there", "is_head_folder", "_config_file",
-                                                "_is_cast", "_says_enough"),
+    f"{_PACKAGE}/integration/levels/words.py": ("parse_level", "_is_there", "is_head_folder", "_is_cast",
+                                                "_says_enough"),
     f"{_PACKAGE}/integration/quantizer/checkpoint.py": ("Checkpoint", "_checksums_of", "_nearly",
                                                         "require_own_shards"),
     f"{_PACKAGE}/integration/quantizer/source_config.py": ("_require_quant", "_require_method", "_require_not"),

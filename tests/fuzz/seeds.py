@@ -286,4 +286,5 @@ def tables() -> tuple[bytes, ...]:
 
 
 def words() -> tuple[bytes, ...]:
-    return b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"4GiB", b"500 MB", b"w16a4kv8", b"int3", b"experts:4", b"exit:2", struct.pack("<q", 3)
+    levels = b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"w16a4kv8", b"int3", b"experts:4", b"early_exit:2", b"qspec"
+    return *levels, b"ngram", b"a/b", b"a,b", b"4GiB", b"500 MB", struct.pack("<q", 3)

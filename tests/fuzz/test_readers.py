@@ -349,3 +349,10 @@ def test_scales_and_zero_points_that_were_both_cut_to_one_group():
         reader.plan(stored(cut, 64, 16))
     assert reader.plan(stored(gptq(rounded(torch.randn(16, 32), 4, 32, False), 4), 32, 16)).format == "int4"
     assert AwqReader({"group_size": 32, "version": "gemv"}).plan(stored(whole, 64, 16)).format == "int4"
+
+
+@pytest.mark.parametrize("sparsity", [3, ["dense"], {"format": ["x"]}])
+def test_a_checkpoint_whose_sparsity_is_no_settings(sparsity):
+    config = json.loads(seeds.quantization_configs()[6]) | {"sparsity_config": sparsity}
+    with pytest.raises(ValueError, match="this checkpoint is sparse"):
+        reader_for(config)
