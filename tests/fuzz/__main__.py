@@ -73,12 +73,14 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, help="the most inputs of each")
     parser.add_argument("--least", type=int, default=0, help="as many inputs of each, before any gets more")
     parser.add_argument("--only", metavar="TEXT", help="readers whose name has this text")
+    parser.add_argument("--without", metavar="TEXT", help="not those whose name has this one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, metavar="FOLDER", help="where a long run is kept, and goes on")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where inputs that were found something with go")
     parser.add_argument("--lines", action="store_true", help="show the lines that no input reached")
     options = parser.parse_args()
-    targets = [one for one in TARGETS if options.only is None or options.only in one.name]
+    targets = [one for one in TARGETS if (options.only is None or options.only in one.name)
+               and (options.without is None or options.without not in one.name)]  # fmt: skip
     faulthandler.enable()
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)

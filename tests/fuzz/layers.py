@@ -10,22 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_mlspec.checkpoints.anyprecision import AnyPrecisionReader
-from hf_mlspec.checkpoints.gpt_oss_original import config_of, is_original, parameters
-from hf_mlspec.checkpoints.layer import HeldTensor, Reader
-from hf_mlspec.checkpoints.pickles import WeightQuantizer
-from hf_mlspec.checkpoints.quarot_pickle import sort_pickle
+from hf_mlspec.checkpoints.layer import Reader
 from hf_mlspec.checkpoints.readers import reader_for
-from hf_mlspec.formats import FORMATS, PackedWeight
 from tests.checkpoints.memory import stored, values
-from tests.checkpoints.rotated_files import CONFIG, LAYER, SHAPES, hadamard12, held, integers, scales
 from tests.checkpoints.test_fuzzed_layers import (
     INPUTS,
     OUTPUTS,
@@ -37,8 +29,6 @@ from tests.checkpoints.test_fuzzed_layers import (
     meant_by_compressed,
     meant_by_gptq,
 )
-from tests.checkpoints.test_fuzzed_research import KINDS as RESEARCH
-from tests.checkpoints.test_fuzzed_research import Rotated
 from tests.foreign_checkpoints import autoround, awq, awq_four_rows, awq_rows, bit_stream, gptq, rounded
 
 from .harness import Target, Wrong
@@ -126,26 +116,17 @@ def _compressed() -> list[Case]:
     ]  # fmt: skip
 
 
-def _chance(data: bytes) -> random.Random:
+def chance_of(data: bytes) -> random.Random:
     return random.Random(int.from_bytes(data, "little"))
 
 
-def _changed(tensors: Tensors, chance: random.Random) -> Tensors:
+def changed_tensors(tensors: Tensors, chance: random.Random) -> Tensors:
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         tensors = changed(tensors, chance)
     return tensors
 
 
-def _gpt_oss_linear(data: bytes) -> None:
-    """Its linears are never quantized, whatever they hold."""
-    reader = reader_for({"quant_method": "mxfp4"})
-    layer = stored(_changed(RESEARCH["gpt-oss"][0].whole(), _chance(data)), INPUTS, OUTPUTS)
-    if reader.holds(layer):
-        raise Wrong("a linear of gpt-oss is held to be quantized")
-    reader.plan(layer)
-
-
-def _read(reader: Reader, tensors: Tensors, sizes: tuple[int, int] = (INPUTS, OUTPUTS)) -> Any:
+def read_layer(reader: Reader, tensors: Tensors, sizes: tuple[int, int] = (INPUTS, OUTPUTS)) -> Any:
     layer = stored(tensors, *sizes)
     if not reader.holds(layer):
         return None
@@ -161,200 +142,38 @@ def _of_cases(make: Callable[[], list[Case]]) -> Callable[[bytes], None]:
     readers = [reader_for(case.config) for case in cases]
 
     def read(data: bytes) -> None:
-        chance = _chance(data)
+        chance = chance_of(data)
         at = int(chance.random() * len(cases))
         case, reader, tensors = cases[at], readers[at], cases[at].tensors
         if same := chance.random() < 0.75:
-            tensors = _changed(tensors, chance)
+            tensors = changed_tensors(tensors, chance)
         else:
             config = changed_values(case.config, chance)
             if not isinstance(config, dict):
                 return
             sizes = (INPUTS, OUTPUTS) if chance.random() < 0.5 else (chance.choice((0, 1, 32, 96, 2**40)), OUTPUTS)
-            _read(reader_for({**config, "quant_method": type(reader).method}), tensors, sizes)
+            read_layer(reader_for({**config, "quant_method": type(reader).method}), tensors, sizes)
             return
-        found = _read(reader, tensors)
+        found = read_layer(reader, tensors)
         if same and found is not None and case.meant is not None:
             expected = case.meant({name: t.int() if name.endswith("g_idx") else t for name, t in tensors.items()})
-            _require_same([values(found, expected.values.dtype)], [expected.values])
+            require_same([values(found, expected.values.dtype)], [expected.values])
 
     return read
 
 
-def _require_same(found: list[Tensor], expected: list[Tensor]) -> None:
+def require_same(found: list[Tensor], expected: list[Tensor]) -> None:
     for own, other in zip(found, expected, strict=True):
         if own.shape != other.shape or not torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0)):
             raise Wrong(f"{list(own.shape)} differs from what its numbers mean")
 
 
-def _of_research(name: str) -> Callable[[bytes], None]:
-    """What reads one of the checkpoints of research projects, a linear of its own each time, or of gpt-oss."""
-    checkpoint = RESEARCH[name][0]
-    whole, several = checkpoint.whole(), isinstance(checkpoint, Rotated)
-
-    def read(data: bytes) -> None:
-        chance = _chance(data)
-        linears = ((chance.choice(list(SHAPES)),),) if several else ()
-        if several and chance.random() < 0.2:
-            sizes = {"num_attention_heads": chance.choice((1, 5, 12, 20, 24)), "hidden_size": chance.choice((96, 192))}
-            config = changed_values(checkpoint.config, chance) if chance.random() < 0.7 else sizes
-            if isinstance(config, dict):
-                checkpoint.sort(held(whole), {"model_type": checkpoint.config["model_type"], **config})
-            return
-        tensors = _changed(whole, chance)
-        if (found := checkpoint.read(tensors, *linears)) is not None:
-            _require_same(found, checkpoint.meant(tensors, *linears))
-
-    return read
-
-
-_PLANES = RESEARCH["any-precision"][0].whole()
-
-
-def _any_precision_config(data: bytes) -> None:
-    chance, whole = _chance(data), _PLANES
-    config = changed_values({"anyprec": {"seed_precision": 3, "parent_precision": 5, "group_count": 1}}, chance)
-    if isinstance(config, dict):
-        _read(reader_for({**config, "quant_method": AnyPrecisionReader.method}), whole, (64, 4))
-
-
-@cache
-def simulated() -> dict[str, Any]:
-    """What QuaRot pickles, with one layer of 3 bits and one that is not quantized."""
-    state, quantizers = {}, {}
-    for seed, (linear, shape) in enumerate(SHAPES.items()):
-        name, scale = f"{LAYER}.{linear}", scales(shape[0], seed)
-        state[f"{name}.weight"] = (integers(shape, seed).float() * scale.float()).half()
-        quantizer = WeightQuantizer()
-        zero = torch.full_like(scale, 8.0)
-        quantizer.__setstate__({"_buffers": {"scale": scale, "zero": zero}, "bits": 4, "sym": linear[-6] != "k"})
-        quantizers[f"{name}.module"] = quantizer
-    del quantizers[f"{LAYER}.mlp.up_proj.module"]
-    quantizers[f"{LAYER}.mlp.gate_proj.module"].__setstate__({"bits": 3})
-    for norm in ("model.norm", f"{LAYER}.input_layernorm", f"{LAYER}.post_attention_layernorm"):
-        state[f"{norm}.weight"] = torch.zeros(1)
-    for place in ("mlp.down_proj", "self_attn.o_proj"):
-        state[f"{LAYER}.{place}.had_K"] = hadamard12().float()
-    state["model.embed_tokens.weight"] = state["lm_head.weight"] = torch.ones(5, 192).half()
-    state["lm_head.module.weight"] = state["lm_head.weight"]
-    return {"w_quantizers": quantizers, "model": state}
-
-
-def _simulated(data: bytes) -> None:
-    chance, whole = _chance(data), simulated()
-    state, quantizers, config = dict(whole["model"]), dict(whole["w_quantizers"]), CONFIG
-    how = chance.random()
-    if chance.random() < 0.2:  # a model that was not rotated
-        norms = [name for name in state if "norm" in name]
-        state |= dict.fromkeys(norms[: len(norms) - (how > 0.9)], torch.ones(192))
-    if how < 0.5:
-        state = _changed(state, chance)
-    elif how < 0.85:
-        name = chance.choice(list(quantizers))
-        quantizer = WeightQuantizer()
-        quantizer.__setstate__(dict(quantizers[name].__dict__))
-        if chance.random() < 0.7:
-            quantizer.__setstate__({"_buffers": dict(_changed(quantizer.__dict__["_buffers"], chance))})
-        else:
-            plain = {key: quantizer.__dict__[key] for key in ("bits", "sym")}
-            other = changed_values(plain, chance)
-            quantizer.__setstate__(other if isinstance(other, dict) else {"bits": other})
-        quantizers[name] = quantizer if chance.random() < 0.9 else chance.choice((None, 3, {}))
-    else:
-        config = changed_values(CONFIG, chance)
-        if not isinstance(config, dict):
-            return
-    whole = {"w_quantizers": quantizers, "model": state}
-    if chance.random() < 0.02:
-        del whole[chance.choice(list(whole))]
-    found = sort_pickle(whole, Path("q.pt"), config)
-    layer = found.layers[f"{LAYER}.{chance.choice(list(SHAPES))}"]
-    if found.reader.holds(layer):
-        plan = found.reader.plan(layer)
-        read = plan.read({name: one.load() for name, one in plan.tensors.items()}).weight
-        if isinstance(read, PackedWeight):
-            wide = read.dequantize(torch.float32).to(layer.tensors["weight"].dtype)
-            if not torch.equal(wide, layer.tensors["weight"].load()):
-                raise Wrong("integers times their scales are not the weight that was pickled")
-
-
-def _gpt_oss_names(data: bytes) -> None:
-    """The original layout of gpt-oss: its config.json, and the names of its tensors."""
-    chance = _chance(data)
-    config, names = changed_values(_GPT_OSS, chance) if chance.random() < 0.6 else _GPT_OSS, list(_NAMES)
-    for _ in range(chance.choice((0, 1, 2))):
-        names.pop(chance.randrange(len(names)))
-    if chance.random() < 0.2:
-        names.append("block.7.x")
-    if not isinstance(config, dict) or not is_original(config):
-        return
-    rows = 6 if chance.random() < 0.9 else chance.choice((0, 5, 7))
-    tensors = {name: HeldTensor(f"{name} in f", _HELD[rows if ".qkv." in name else 0]) for name in names}
-    found = parameters(tensors, config_of(config, "config.json"), "a folder")
-    for name in ("q", "k", "v"):
-        rows = found[f"model.layers.0.self_attn.{name}_proj.bias"]
-        if tuple(rows.load().shape) != rows.shape or rows.dtype != torch.int64 or "qkv" not in rows.place:
-            raise Wrong(f"{name} has other rows than it says")
-
-
-_GPT_OSS = {
-    "num_hidden_layers": 1, "num_experts": 2, "experts_per_token": 1, "vocab_size": 8, "hidden_size": 4,
-    "intermediate_size": 4, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "sliding_window": 4,
-    "initial_context_length": 16, "rope_theta": 1e4, "rope_scaling_factor": 2.0, "rope_ntk_alpha": 1.0,
-    "rope_ntk_beta": 32.0, "swiglu_limit": 7.0,
-}  # fmt: skip
-_NAMES = (
-    "embedding.weight", "norm.scale", "unembedding.weight", *(f"block.0.{name}" for name in (
-        "attn.norm.scale", "attn.sinks", "attn.out.weight", "attn.out.bias", "mlp.norm.scale", "mlp.gate.weight",
-        "mlp.gate.bias", "mlp.mlp1_weight.blocks", "mlp.mlp1_weight.scales", "mlp.mlp1_bias",
-        "mlp.mlp2_weight.blocks", "mlp.mlp2_weight.scales", "mlp.mlp2_bias", "attn.qkv.weight", "attn.qkv.bias")),
-)  # fmt: skip
-_HELD = {rows: torch.arange(rows) for rows in (0, 5, 6, 7)}
-
-
-@cache
-def weights() -> dict[str, PackedWeight]:
-    """One of every format."""
-    torch.manual_seed(0)
-    dense, found = torch.randn(8, 256).bfloat16(), {}
-    for word, record in FORMATS.items():
-        if record.why_not_quantized:
-            parts = record.zeros((8, 256), torch.device("cpu"), num_planes=4, least_planes=2)
-            parts = [torch.randint(0, 256, part.shape, dtype=torch.uint8) if part.dtype == torch.uint8
-                     else torch.randn(part.shape).to(part.dtype) for part in parts]  # fmt: skip
-            found[word] = record.weight(*parts, name="up_proj")
-        else:
-            found[word] = record.weight.from_dense(dense, name="up_proj")
-    return found
-
-
-def _own_weight(data: bytes) -> None:
-    """A weight of one of our formats, with parts that were changed: what it validates has numbers, a row for each."""
-    chance = _chance(data)
-    word = chance.choice(list(weights()))
-    weight, record = weights()[word], FORMATS[word]
-    parts = {name: part for name, part in zip(record.parts, weight.parts, strict=True) if part is not None}
-    parts = _changed(parts, chance)
-    if any(parts.get(name) is None for name, part in zip(record.parts, weight.parts, strict=True) if part is not None):
-        return  # a file that lacks a tensor never gets so far
-    made = record.weight(*[parts.get(name) for name in record.parts], name="up_proj").validate(8, 256)
-    for name, part in parts.items():
-        if (check := record.value_check(name, part.dtype)) is not None:
-            check("up_proj", name, part)
-    if made.dequantize().shape != (8, 256):
-        raise Wrong(f"{word} of another shape")
-
-
 def targets() -> tuple[Target, ...]:
-    """One for each kind of checkpoint, and one for our own formats."""
+    """One for each kind of checkpoint that becomes a model."""
     found = {name: _of_cases(make) for name, make in (
         ("gptq layer", _gptq), ("awq layer", _awq), ("auto-round layer", _autoround),
         ("compressed layer", _compressed),
     )}  # fmt: skip
-    found |= {f"{name} layer": _of_research(name) for name in RESEARCH}
-    found |= {"any-precision config": _any_precision_config, "quarot pickle": _simulated,
-              "gpt-oss names": _gpt_oss_names, "gpt-oss linear": _gpt_oss_linear,
-              "own weight": _own_weight}  # fmt: skip
     return tuple(Target(name, (), read, ERRORS, suffixes=(), drawn=True) for name, read in found.items())
 
 

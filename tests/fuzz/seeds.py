@@ -26,7 +26,7 @@ from hf_mlspec.speculation.drafters.ngram import NGram
 from tests.models import packed, tiny
 
 from .gguf_seeds import by_path
-from .layers import weights
+from .own_weights import weights
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"device": "a processor", "threads": "2"}
@@ -157,6 +157,11 @@ def prompts() -> tuple[bytes, ...]:
     return *plain, gzip.compress(plain[0]), gzip.compress(plain[2])
 
 
+def task_records() -> tuple[bytes, ...]:
+    lines = [{"prompt": "one", "answer": 1}, {"prompt": "two"}]
+    return b"".join(json_bytes(line) + b"\n" for line in lines), json_bytes(lines[0]), json_bytes({"prompt": 3})
+
+
 def plans() -> tuple[bytes, ...]:
     """The smaller half of those in eval/configs: most of a larger one is more of the same."""
     found = sorted((file.read_bytes() for file in (ROOT / "eval" / "configs").glob("*.toml")), key=len)
@@ -258,7 +263,12 @@ def reports() -> tuple[bytes, ...]:
 
 
 def results() -> tuple[bytes, ...]:
-    lines = [{"kind": "quality", "name": "a", "asked": {"x": 1}}, {"kind": "speed", "name": "b", "machine": {}}]
+    machine = {"processor": "p", "cores": 2, "torch": "2"}
+    lines = [
+        {"kind": "perplexity", "name": "a", "asked": {"x": 1}, "system": "s", "data": "d", "tokens": 3},
+        {"kind": "task", "name": "b", "machine": machine, "system": "s", "task": "t", "metric": "m", "value": 0.5},
+        {"kind": "probabilities", "system": "s", "reference": "r", "data": "d", "points": [[0.1, 0.2]]},
+    ]  # fmt: skip
     return b"".join(json_bytes(line) + b"\n" for line in lines), json_bytes(lines[0])
 
 

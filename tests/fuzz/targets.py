@@ -55,10 +55,10 @@ from hf_mlspec.serving.server import read_keys
 from hf_mlspec.speculation.drafters.ngram import NGram, NGramFileError
 from hf_mlspec.speculation.traces.file import read_trace
 
-from . import bodies, gguf_seeds, layers, operands, seeds
+from . import bodies, gguf_seeds, layers, operands, own_weights, research, seeds
 from .harness import Target, Wrong
-from .layers import weights
 from .mutate import changed_header, changed_toml, changed_zip, parsed
+from .own_weights import weights
 
 
 def _safetensors(path: Path) -> None:
@@ -327,9 +327,11 @@ TARGETS: tuple[Target, ...] = (
     Target("shard index", seeds.indexes(), _index),
     Target("head config", seeds.heads(), _head),
     Target("head tensors", seeds.head_tensors(), _head_tensors, change=changed_header),
-    Target("task records", seeds.prompts(), _records, suffixes=(".jsonl", ".json")),
+    Target("task records", seeds.task_records(), _records, suffixes=(".jsonl", ".json")),
     Target("program report", seeds.reports(), _report, suffixes=()),
     Target("word", seeds.words(), _word, suffixes=()),
     *layers.targets(),
+    *research.targets(),
+    own_weights.TARGET,
     *operands.targets(),
 )
