@@ -210,7 +210,7 @@ def quantization_configs() -> tuple[bytes, ...]:
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True,
                                                            "strategy": "group", "group_size": 32}}}},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "mxfp4"}, {"quant_method": "another"}, {"bits": 4, "group_size": 32, "desc_act": False},
         {"quant_method": "anyprecision", "seed_precision": 3, "parent_precision": 4, "group_count": 1},
     )))  # fmt: skip
 
