@@ -99,7 +99,7 @@ def changed(tensors, chance: random.Random):
     elif how == 4:
         tensor = tensor.reshape(-1)
     else:
-        flat = tensor.reshape(-1).contiguous().view(torch.uint8)
+        flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         for _ in range(chance.randrange(1, 4) if flat.numel() else 0):
             flat[chance.randrange(flat.numel())] = chance.randrange(256)
         tensor = flat.view(tensor.dtype).view(tensor.shape)

@@ -272,3 +272,12 @@ def test_a_checkpoint_whose_sparsity_is_no_settings(sparsity):
     config = json.loads(seeds.quantization_configs()[6]) | {"sparsity_config": sparsity}
     with pytest.raises(ValueError, match="this checkpoint is sparse"):
         reader_for(config)
+
+
+def test_a_result_of_more_tokens_than_floats_hold(tmp_path):
+    line = {"kind": "perplexity", "system": "s", "data": "d", "tokens": 3}
+    lines = [line, line | {"data": "e", "tokens": 10**400}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = report_lines.read([tmp_path / "results.jsonl"])
+    assert [one["tokens"] for one in found.records] == [3]
+    assert "line 2: a line of kind 'perplexity' that cannot be read (OverflowError" in found.remarks[0]
