@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_ACTIVATIONS = re.compile(r"(?P<weights>[\w-]+?)(?:a(?P<activations>\d+))?")
-_NUMBERED = re.compile(r"(?P<family>\D+)(?P<bits>\d+)")
+_ACTIVATIONS = re.compile(r"(?P<weights>[\w-]+?)(?:a(?P<activations>\d{1,9}))?")
+_NUMBERED = re.compile(r"(?P<family>\D+)(?P<bits>\d{1,9})")
 
 
 class Bits(NamedTuple):

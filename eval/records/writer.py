@@ -99,7 +99,7 @@ def _parse(file: Path, text: bytes) -> list[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # thousands of brackets
             raise ResultsError(f"{file}, line {number}: no JSON ({error}): name another file") from error
         if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
             raise ResultsError(f"{file}, line {number}: no result, as it has no kind: name another file")

@@ -96,7 +96,7 @@ def _entries(file: Path, found: Results) -> Iterator[tuple[int, Row]]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # thousands of brackets
             if number == len(lines) and not text.endswith("\n"):
                 found.remarks.append(f"{file.name}, line {number}: half a line, as an interrupted write leaves it; "
                                      "skipped")
@@ -115,7 +115,7 @@ def _take(entry: Row, file: Path, number: int, found: Results, newest: dict[tupl
         return
     try:
         records = records_of(kind, entry)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         found.remarks.append(f"{file.name}, line {number}: a line of kind {kind!r} that cannot be read "
                              f"({type(error).__name__}: {error}); skipped")
         return

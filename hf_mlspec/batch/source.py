@@ -69,7 +69,7 @@ class Source:
             with ParquetFile(self.path) as file:
                 names = set(file.schema_arrow.names)
                 count = file.metadata.num_rows
-        except (ArrowException, OSError) as error:
+        except (ArrowException, OSError, ValueError) as error:  # names of columns that are no UTF-8, too
             raise ValueError(f"INPUT {str(self.path)!r} is no parquet file: {error}") from error
         if not names & {"prompt", "messages", "body"}:
             raise ValueError(f"INPUT {str(self.path)!r} has the columns {', '.join(sorted(names))}: name the one with "

@@ -45,9 +45,10 @@ class CompressedReader:
         if unknown is not None:
             known = ", ".join(word for word in _FORMATS if word)
             raise ValueError(f"this checkpoint is compressed-tensors of format {unknown!r}: {known} are read")
-        sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+        sparse = config.get("sparsity_config") or {}
+        sparsity = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
         if sparsity != "dense":
-            raise ValueError(f"this checkpoint is sparse ({sparsity}): only dense weights are read")
+            raise ValueError(f"this checkpoint is sparse ({sparsity!r:.60}): only dense weights are read")
         if config.get("quantization_status") not in (None, "compressed"):
             raise ValueError(
                 f"this checkpoint's quantization_status is {config['quantization_status']!r}, not 'compressed': its "
@@ -62,6 +63,10 @@ class CompressedReader:
         self._zero_points = bool(schemes) and not any(scheme.get("symmetric", True) for scheme in schemes)
         self._act_order = bool(schemes) and all(scheme.get("actorder") == "group" for scheme in schemes)
         sizes = [scheme.get("group_size") for scheme in schemes]
+        for size in sizes:
+            if size is not None and type(size) is not int:
+                raise ValueError(f"this checkpoint has a scheme with group_size {size!r:.60}, a number is read: its "
+                                 "config.json is damaged; download it again")
         self._size = sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else None
         self._wrong_mxfp4 = str(config.get("version", "")) == _WRONG_MXFP4
 

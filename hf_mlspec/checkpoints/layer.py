@@ -50,13 +50,20 @@ class HeldTensor:
 class StoredLayer:
     """The tensors of one linear layer, by what their names have behind the layer's own: ``"qweight"``.
 
-    in_features, out_features: as config.json has them.
+    in_features, out_features: as config.json has them. ValueError for a layer that has none.
     """
 
     name: str
     in_features: int
     out_features: int
     tensors: Mapping[str, Stored]
+
+    def __post_init__(self) -> None:
+        if self.in_features < 1 or self.out_features < 1:
+            raise ValueError(
+                f"{self.name} has {self.in_features} inputs and {self.out_features} outputs in config.json, a layer "
+                "that is quantized has one of each at least: restore the config.json that was saved with the weights"
+            )
 
     @property
     def stored_bytes(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_LARGEST, _MOST_LAYERS = (1 << 31) - 1, 1 << 16  # names of all layers are made before the first one is looked for
+
 
 @dataclass(frozen=True)
 class LlamaShape:
@@ -28,7 +30,7 @@ class LlamaShape:
         if head_dim is None and hidden_size % heads:
             raise ValueError(f"config.json: hidden_size {hidden_size} is no multiple of {heads} heads, no head_dim")
         return cls(
-            num_layers=_size(config, "num_hidden_layers"),
+            num_layers=_size(config, "num_hidden_layers", _MOST_LAYERS),
             hidden_size=hidden_size,
             intermediate_size=_size(config, "intermediate_size"),
             heads=heads,
@@ -63,8 +65,8 @@ class LlamaShape:
         return (*(f"model.layers.{index}.{norm}" for index in range(self.num_layers) for norm in within), "model.norm")
 
 
-def _size(config: Mapping[str, Any], name: str) -> int:
+def _size(config: Mapping[str, Any], name: str, most: int = _LARGEST) -> int:
     value = config.get(name)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {name} is {value!r}, a positive integer was expected")
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"config.json: {name} is {value!r:.100}, a positive integer was expected, at most {most}")
     return value

@@ -218,7 +218,8 @@ def group_size(layer: StoredLayer, told: object, count: int, place: str) -> int:
     """Inputs that share a scale where there are ``count`` scales a row. told: the config's, -1 or None where it does
     not say. ValueError, which begins with ``place``, where they do not belong together."""
     inputs = layer.in_features
-    if not isinstance(told, int) or isinstance(told, bool) or told <= 0 or count == 1:
+    whole = isinstance(told, int) and told >= inputs and count == 1
+    if not isinstance(told, int) or isinstance(told, bool) or told <= 0 or whole:
         if inputs % count:
             raise ValueError(f"{place} has {count} groups, which do not divide {inputs} inputs")
         return inputs // count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 SCHEMA = "mlspec-certificate/1"
@@ -29,7 +30,7 @@ _NEEDED: dict[str, Any] = {
 
 def read_json(text: str) -> Any:
     """The document in a text; ValueError for numbers that JSON has not, and for an entry that occurs twice."""
-    return json.loads(text, parse_constant=_no_number, object_pairs_hook=_each_once)
+    return json.loads(text, parse_constant=_no_number, parse_float=_float, object_pairs_hook=_each_once)
 
 
 def result_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,6 +86,12 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return entries
+
+
+def _float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text:.40} is beyond what a number can be")
+    return value
 
 
 def _no_number(text: str) -> Any:

@@ -207,7 +207,8 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
     if told.get("version") not in _READ:
         known = " and ".join(map(str, _READ))
         raise ValueError(f"{path}: version {told.get('version')} of a router, this hf_mlspec reads {known}: upgrade")
-    missing = [name for name, kind in _TOLD.items() if name not in told or not isinstance(told[name], kind)]
+    missing = [name for name, kind in _TOLD.items()
+               if name not in told or not isinstance(told[name], kind) or isinstance(told[name], bool)]  # fmt: skip
     if missing:
         raise ValueError(f"{path}: its header says no {', '.join(missing)}: the router is damaged; train it again")
     if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] < math.inf:

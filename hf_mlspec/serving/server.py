@@ -129,8 +129,13 @@ def _on_signals(call: Any) -> Iterator[None]:
 
 
 def read_keys(path: str) -> list[str]:
-    """The keys of a file, one a line; lines that are empty or begin with # are none. ValueError if there is none."""
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    """The keys of a file, one a line; lines that are empty or begin with # are none. ValueError if there is none, or
+    the file is no text."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--api-key-file {path!r} is no UTF-8 text ({error.reason} at byte {error.start}); write one "
+                         "key a line") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"--api-key-file {path!r} holds no key; write one a line")

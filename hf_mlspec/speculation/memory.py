@@ -122,7 +122,7 @@ class Memory:
             memory.costs = given.get("costs")
             if type(memory.costs) not in (int, type(None)):
                 raise ValueError(f"costs {memory.costs!r}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"this is nothing that a controller learned: {error!r}") from error
         return memory
 

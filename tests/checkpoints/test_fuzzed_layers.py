@@ -84,6 +84,8 @@ KINDS = {
 
 def changed(tensors, chance: random.Random):
     """One tensor missing, of another dtype, cut, turned, emptied, or with other numbers."""
+    if not tensors:
+        return tensors
     name = chance.choice(sorted(tensors))
     tensor, how = tensors[name].clone(), chance.randrange(8)
     if how == 0:
@@ -97,8 +99,8 @@ def changed(tensors, chance: random.Random):
     elif how == 4:
         tensor = tensor.reshape(-1)
     else:
-        flat = tensor.reshape(-1).contiguous().view(torch.uint8)
-        for _ in range(chance.randrange(1, 4)):
+        flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for _ in range(chance.randrange(1, 4) if flat.numel() else 0):
             flat[chance.randrange(flat.numel())] = chance.randrange(256)
         tensor = flat.view(tensor.dtype).view(tensor.shape)
     return {**tensors, name: tensor}

@@ -69,7 +69,7 @@ class GptOss:
 
 
 class Rotated:
-    """All linears of a folder of QuaRot or QSpec."""
+    """All linears of a folder of QuaRot or QSpec, or those that are named."""
 
     def __init__(self, sort, config, make):
         self.sort, self.config, self.make = sort, config, make
@@ -77,12 +77,12 @@ class Rotated:
     def whole(self):
         return self.make()[0]
 
-    def read(self, tensors):
+    def read(self, tensors, linears=tuple(SHAPES)):
         checkpoint = self.sort(held(tensors), self.config)
-        plans = [checkpoint.reader.plan(checkpoint.layers[f"{LAYER}.{linear}"]) for linear in SHAPES]
+        plans = [checkpoint.reader.plan(checkpoint.layers[f"{LAYER}.{linear}"]) for linear in linears]
         return [read(plan).weight.dequantize() for plan in plans]
 
-    def meant(self, tensors):
+    def meant(self, tensors, linears=tuple(SHAPES)):
         tensors, found = dict(tensors), []
         for fused, parts in FUSED.items():
             for kind in ("weight", "weight_scales"):
@@ -90,7 +90,7 @@ class Rotated:
                 if whole is not None:
                     rows = whole.split([SHAPES[part][0] for part in parts])
                     tensors |= {f"{LAYER}.{part}.{kind}": own for part, own in zip(parts, rows, strict=True)}
-        for linear in SHAPES:
+        for linear in linears:
             place = f"{LAYER}.{INDEXED.get(linear, linear)}"
             packed, scale = tensors[f"{place}.weight"].int(), tensors[f"{place}.weight_scales"]
             codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
@@ -109,13 +109,13 @@ class Atom:
         reader, layer = AtomReader(), stored(tensors, 384, 8)
         if not reader.holds(layer):
             return None
-        return [read(reader.plan(layer)).weight]
+        return [read(reader.plan(layer)).weight, reader.layer_of(layer).dequantize()]
 
     def meant(self, tensors):
         own = torch.empty_like(tensors["weight"])
         rows = tensors.get("row_order", torch.arange(8))
         own[rows[:, None], tensors["input_order"][None]] = tensors["weight"]
-        return [own]
+        return [own, own]
 
 
 KINDS = {  # and how many times fewer trials those get that take longer

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from rotated_files import CONFIG, INDEXED, LAYER, folder, held, read
 from safetensors.torch import save_file
 
 from hf_mlspec.checkpoints.qspec import StoredRows, sort_checkpoint
 from hf_mlspec.checkpoints.safetensors_file import read_header
+from tests.checkpoints.rotated_files import CONFIG, INDEXED, LAYER, folder, held, read
 
 QWEN = {**CONFIG, "model_type": "qwen2_quarot"}
 FUSED = {"self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,27 +15,23 @@ from safetensors.torch import save
 
 from hf_mlspec.calibration.finished import FinishedBlocks
 from hf_mlspec.calibration.matrices import write_rotations
-from hf_mlspec.checkpoints.gguf_header import NewTensor, header, write_tensor
+from hf_mlspec.checkpoints.safetensors_file import CHECKSUMS_KEY, DTYPES, checksums
 from hf_mlspec.evaluation.certificate_identity import hash_json
 from hf_mlspec.evaluation.certificate_schema import result_of
+from hf_mlspec.formats import FORMATS
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.router import Router
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.drafters.ngram import NGram
 from tests.models import packed, tiny
 
+from .gguf_seeds import by_path
+from .own_weights import weights
+
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"device": "a processor", "threads": "2"}
 JOURNAL = {"model": "tiny", "levels": ["mxfp4"]}
 IDENTITY = {"method": "gptq", "text": "a text"}
-
-
-def by_path(write: Callable[[Path], Any]) -> bytes:
-    """What a writer puts at a path."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "written"
-        write(path)
-        return path.read_bytes()
 
 
 def json_bytes(value: Any) -> bytes:
@@ -47,39 +43,18 @@ def safetensors() -> tuple[bytes, ...]:
         "a.weight": torch.arange(32, dtype=torch.int32).view(4, 8), "b.scale": torch.ones(4, dtype=torch.bfloat16),
         "c": torch.zeros(0, 3), "d": torch.tensor(True),
     }  # fmt: skip
-    return save(tensors, {"format": "pt", "mlspec_crc32": "{}"}), save({"x": torch.zeros(3)}), save({})
+    kinds = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in DTYPES.values()}
+    return save(tensors, {"format": "pt", "mlspec_crc32": "{}"}), save({"x": torch.zeros(3)}), save({}), save(kinds)
 
 
-_LLAMA = {
-    "llama.context_length": 64, "llama.embedding_length": 32, "llama.feed_forward_length": 32, "llama.block_count": 1,
-    "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1, "llama.vocab_size": 8,
-    "llama.rope.dimension_count": 16, "llama.attention.layer_norm_rms_epsilon": 1e-6, "llama.rope.freq_base": 1e4,
-}  # fmt: skip
-_SHAPES = {
-    "token_embd": (8, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
-    "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32),
-    "blk.0.ffn_gate": (32, 32), "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32),
-}  # fmt: skip
-
-
-def gguf() -> tuple[bytes, ...]:
-    """A llama of one layer in Q4_0 and F32, and a file of settings alone."""
-    metadata = {"general.architecture": "llama", "general.name": "tiny", **_LLAMA, "tokenizer.ggml.tokens": ["a", "b"]}
-
-    def written(path: Path) -> None:
-        tensors = [_tensor(f"{name}.weight", shape) for name, shape in _SHAPES.items()]
-        with path.open("wb") as file:
-            file.write(header(metadata, tensors))
-            for tensor in tensors:
-                write_tensor(file, tensor)
-
-    return by_path(written), header({"general.architecture": "llama", "x": True, "y": 1.5}, [])
-
-
-def _tensor(name: str, shape: tuple[int, ...]) -> NewTensor:
-    if len(shape) == 1:
-        return NewTensor(name, "F32", shape, lambda: [torch.ones(shape)])
-    return NewTensor(name, "Q4_0", shape, lambda: [torch.full((shape[0], shape[1] // 32 * 18), 3, dtype=torch.uint8)])
+def saved_weights() -> tuple[bytes, ...]:
+    """A weight of each format, with its checksums, as a save has it."""
+    found = []
+    for word, weight in weights().items():
+        named = zip(FORMATS[word].parts, weight.parts, strict=True)
+        parts = {f"{word}.weight_{name}": part.contiguous() for name, part in named if part is not None}
+        found.append(save(parts, {"format": "pt", CHECKSUMS_KEY: json.dumps(checksums(parts))}))
+    return tuple(found)
 
 
 def pickles() -> tuple[bytes, ...]:
@@ -96,10 +71,11 @@ def rotations() -> tuple[bytes, ...]:
 
 
 def traces() -> tuple[bytes, ...]:
-    found = sorted((ROOT / "eval" / "traces").glob("*.json"))[:2]
-    short = json.loads(found[0].read_text())
-    short["rows"] = short["rows"][:2]
-    return (json_bytes(short),)
+    """Of the traces with the fewest and the most levels the two shortest rows."""
+    found = [json.loads(file.read_text()) for file in sorted((ROOT / "eval" / "traces").glob("*.json"))]
+    found.sort(key=lambda trace: (len(trace["levels"]), len(trace["rows"])))
+    return tuple(json_bytes(trace | {"rows": sorted(trace["rows"], key=lambda row: len(row["rounds"]))[:2]})
+                 for trace in (found[0], found[-1]))  # fmt: skip
 
 
 def certificates() -> tuple[bytes, ...]:
@@ -168,16 +144,29 @@ def requests() -> tuple[bytes, ...]:
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}],
         "tools": [{"type": "function", "function": {"name": "f"}}], "logprobs": True, "top_logprobs": 3,
         "max_completion_tokens": 4}  # fmt: skip
-    return json_bytes({"prompt": "x", **common}), json_bytes({"prompt": [[1, 2], "y"]}), json_bytes({**common, **chat})
+    bodies = [{"prompt": "x", **common}, {"prompt": [[1, 2], "y"]}, {**common, **chat}, {"prompt": [3] * 90},
+              {"prompt": [3] * 60, "max_tokens": 50}, {"prompt": "x", "logit_bias": {"99999999": 1}, "stream": True},
+              {"messages": [{"role": "user", "content": "hello"}], "stream": True, "return_levels": True,
+               "return_token_ids": True, "logprobs": True, "model": "demo"}]  # fmt: skip
+    return tuple(map(json_bytes, bodies))
 
 
 def prompts() -> tuple[bytes, ...]:
     lines = [{"prompt": "one"}, {"question": {"stem": "two"}}, {"turns": ["three", "four"]}, {"text": "five"}]
-    return json_bytes(lines), b"\n".join(map(json_bytes, lines)), b"plain\ntext\r\n", json_bytes({"problem": "six"})
+    plain = json_bytes(lines), b"\n".join(map(json_bytes, lines)), b"plain\ntext\r\n", json_bytes({"problem": "six"})
+    return *plain, gzip.compress(plain[0]), gzip.compress(plain[2])
+
+
+def task_records() -> tuple[bytes, ...]:
+    lines = [{"prompt": "one", "answer": 1}, {"prompt": "two"}]
+    return b"".join(json_bytes(line) + b"\n" for line in lines), json_bytes(lines[0]), json_bytes({"prompt": 3})
 
 
 def plans() -> tuple[bytes, ...]:
-    return tuple(file.read_bytes() for file in sorted((ROOT / "eval" / "configs").glob("*.toml"))[:12])
+    """The smaller half of those in eval/configs: most of a larger one is more of the same."""
+    found = sorted((file.read_bytes() for file in (ROOT / "eval" / "configs").glob("*.toml")), key=len)
+    systems = [text for text in found if b"[[system" in text]
+    return *found[: len(found) // 2], *systems[:4]
 
 
 @cache
@@ -221,7 +210,7 @@ def quantization_configs() -> tuple[bytes, ...]:
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True,
                                                            "strategy": "group", "group_size": 32}}}},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "mxfp4"}, {"quant_method": "another"}, {"bits": 4, "group_size": 32, "desc_act": False},
         {"quant_method": "anyprecision", "seed_precision": 3, "parent_precision": 4, "group_count": 1},
     )))  # fmt: skip
 
@@ -244,5 +233,68 @@ def heads() -> tuple[bytes, ...]:
                                     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}})  # fmt: skip
 
 
+def head_tensors() -> tuple[bytes, ...]:
+    known = torch.zeros(12, dtype=torch.bool)
+    known[[0, 2, 5, 7]] = True
+    return (save({"d2t": torch.tensor([0, 1, 3, 4]), "t2d": known, "midlayer.x": torch.ones(2)}),)
+
+
+def model_configs() -> tuple[bytes, ...]:
+    """Of models that are quantized, that research projects wrote, and of none of these."""
+    plain = {"model_type": "llama", "dtype": "bfloat16", "hidden_size": 32}
+    return tuple(map(json_bytes, (
+        plain | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, plain | {"torch_dtype": "torch.float16"},
+        plain | {"model_type": "llama_quarot"}, plain | {"quantization_config": {"quant_method": "mlspec-source"}},
+    )))  # fmt: skip
+
+
+def known_chains() -> tuple[bytes, ...]:
+    """What another process says of a chain of two levels."""
+    level = {"name": "mxfp4", "model": "0" * 8, "prior": 0.7, "own_cache": False, "joined": True, "most_slots": 64,
+             "twin": None}  # fmt: skip
+    chain = {"names": ["mxfp4"], "kinds": [[True, 512]], "levels": [level, level | {"twin": 0}], "seen": 3,
+             "key": ["a", [1, 2]], "follows": True, "captured": False, "seconds": 1.5}  # fmt: skip
+    return (json_bytes({"mlspec_known": 1, "machine": MACHINE, "chain": chain}),)
+
+
+def reports() -> tuple[bytes, ...]:
+    """What a process says that ran a generated program; RT is the token of one that passed."""
+    return b"R" + json_bytes({"kind": "failed", "detail": "AssertionError"}), b"R", b"RT", b""
+
+
+def results() -> tuple[bytes, ...]:
+    machine = {"processor": "p", "cores": 2, "torch": "2"}
+    lines = [
+        {"kind": "perplexity", "name": "a", "asked": {"x": 1}, "system": "s", "data": "d", "tokens": 3},
+        {"kind": "task", "name": "b", "machine": machine, "system": "s", "task": "t", "metric": "m", "value": 0.5},
+        {"kind": "probabilities", "system": "s", "reference": "r", "data": "d", "points": [[0.1, 0.2]]},
+    ]  # fmt: skip
+    return b"".join(json_bytes(line) + b"\n" for line in lines), json_bytes(lines[0])
+
+
+def texts() -> tuple[bytes, ...]:
+    return b"def f(x):\n    return x\n", "naïve Ψ\n# a key\n".encode(), b"\xff\xfe", b"", b"a\0b"
+
+
+def orders() -> tuple[bytes, ...]:
+    """A file of Atom's orders, of a model of two widths."""
+    held = {f"layers.0.{name}.input": torch.arange(4 if "down" in name else 2) for name in ATOM_LINEARS}
+    return (by_path(lambda path: torch.save(held, path)),)
+
+
+ATOM_CONFIG = {"num_hidden_layers": 1, "hidden_size": 2, "intermediate_size": 4, "num_attention_heads": 1}
+ATOM_LINEARS = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def tables() -> tuple[bytes, ...]:
+    """Parquet files with a column of prompts."""
+    import pyarrow
+    from pyarrow import parquet
+
+    found = pyarrow.table({"prompt": ["one", "two"], "max_tokens": [1, 2]})
+    return (by_path(lambda path: parquet.write_table(found, path)),)
+
+
 def words() -> tuple[bytes, ...]:
-    return b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"4GiB", b"500 MB", b"w16a4kv8", b"int3", struct.pack("<q", 3)
+    levels = b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"w16a4kv8", b"int3", b"experts:4", b"early_exit:2", b"qspec"
+    return *levels, b"ngram", b"a/b", b"a,b", b"4GiB", b"500 MB", struct.pack("<q", 3)

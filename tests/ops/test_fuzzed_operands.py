@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -90,20 +91,35 @@ def _is_view(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous() or bool(tensor.storage_offset())
 
 
+@cache
+def good(op: str) -> dict[str, Any]:
+    return OPERANDS[op](op)
+
+
+def changed_operands(op: str, chance: random.Random) -> dict[str, Any]:
+    """Operands of an op, one or two of which were changed."""
+    operands = dict(good(op))
+    for name in chance.sample(list(operands), min(chance.choice((1, 1, 2)), len(operands))):
+        other = changed(operands[name], chance)
+        if name not in WRITTEN or 0 not in other.stride():  # who writes into rows that are one knows no order
+            operands[name] = other
+    return operands
+
+
+def said_of(operands: dict[str, Any]) -> dict[str, Any]:
+    """What a message says of operands."""
+    return {name: (list(v.shape), v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v
+            for name, v in operands.items()}  # fmt: skip
+
+
 @pytest.mark.parametrize("op", OPERANDS)
 def test_changed_operands(op):
     chance, found = random.Random(op), []
     for _ in range(CHANGED):
-        operands = dict(OPERANDS[op](op))
-        for name in chance.sample(list(operands), chance.choice((1, 1, 2))):
-            other = changed(operands[name], chance)
-            if name not in WRITTEN or 0 not in other.stride():  # who writes into rows that are one knows no order
-                operands[name] = other
-        said = {name: (list(v.shape), v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v
-                for name, v in operands.items()}  # fmt: skip
+        operands = changed_operands(op, chance)
         try:
             found.append(outcome(getattr(torch.ops.mlspec, op).default, operands))
         except Exception as error:
-            pytest.fail(f"{op} of {said} raises {error!r}")
-        assert outcome(REFERENCES[op], operands) == found[-1], f"{op} of {said}"
+            pytest.fail(f"{op} of {said_of(operands)} raises {error!r}")
+        assert outcome(REFERENCES[op], operands) == found[-1], f"{op} of {said_of(operands)}"
     assert len(set(found)) > 1, "all were taken, or none"

@@ -17,6 +17,7 @@ from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
 
+_MOST_DIGITS = 9
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
 # Views of the target by the word in front of their number, and what that counts.
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
@@ -56,8 +57,9 @@ def parse_level(text: str) -> Word:
         return Word("precision", precision=Precision.parse(text))
     for kind, what in _VIEWS.items():
         if text.startswith(f"{kind}:"):
-            if not (number := text.removeprefix(f"{kind}:")).isdecimal():
-                raise ValueError(f"level {text!r}: {kind} takes a number of {what}, as in '{kind}:4'")
+            number = text.removeprefix(f"{kind}:")
+            if not number.isdecimal() or len(number) > _MOST_DIGITS:
+                raise ValueError(f"level {text[:80]!r}: {kind} takes a number of {what}, as in '{kind}:4'")
             return Word(kind, number=int(number))
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None

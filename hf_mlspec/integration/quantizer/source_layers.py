@@ -289,7 +289,7 @@ def _require_all_read(
     plans: list[LayerPlan], stored: Mapping[str, Mapping[str, StoredTensor]], reader: Reader, model: nn.Module
 ) -> None:
     read = {name for plan in plans for name in _names(plan.layer.name, model)}
-    left = [name for name, own in stored.items() if name not in read and reader.holds(StoredLayer(name, 0, 0, own))]
+    left = [name for name, own in stored.items() if name not in read and reader.holds(StoredLayer(name, 1, 1, own))]
     experts = [name for name in left if ".experts." in f"{name}."]
     if experts:
         raise ValueError(
