@@ -213,9 +213,9 @@ def _follows(kind: type, word: str) -> bool:
     return isinstance(getattr(kind, word, None), property)
 
 
-def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
+def random_model(name: str, dtype: torch.dtype, *, seed: int = 0, **options) -> nn.Module:
     kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
     with torch.no_grad():

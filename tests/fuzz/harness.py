@@ -117,7 +117,7 @@ def feed(target: Target, data: bytes, suffix: str, folder: Path, counts: Counts)
         counts.found(f"it takes longer than {_ENDS_SECONDS} s", data, suffix)
     except Exception as error:
         counts.refused += 1
-        if problem := _foreign(error, target.errors):
+        if problem := foreign(error, target.errors):
             counts.found(problem, data, suffix, error)
     if (taken := time.thread_time() - begin) > MOST_SECONDS and not watched:
         counts.found(f"it takes longer than {MOST_SECONDS:.0f} s", data, suffix, f"{taken:.1f} s")
@@ -129,7 +129,7 @@ def feed(target: Target, data: bytes, suffix: str, folder: Path, counts: Counts)
             counts.found("it takes more memory than twice the file", data, suffix)
 
 
-def _foreign(error: BaseException, kinds: Sequence[type[BaseException]]) -> str:
+def foreign(error: BaseException, kinds: Sequence[type[BaseException]]) -> str:
     """What is wrong with an error; "" where it is one of ours."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     raised = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")
