@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from asks import draw_ask, ends_at, options_of, padded, prompts_of
-from chains import draw_chain, level_of, tokenizers_of
-from interrupts import Bomb, interrupted
-from reference import judge
-from worlds import draw_world, world_of
+from transformers import StoppingCriteriaList
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.ops import KernelError
 from hf_mlspec.speculation.sampling import drawn_seed
 from tests.fuzz.harness import foreign
+
+from .asks import draw_ask, ends_at, options_of, padded, prompts_of
+from .chains import draw_chain, level_of, tokenizers_of
+from .interrupts import Bomb, interrupted
+from .reference import judge
+from .worlds import draw_world, world_of
 
 ENGINES = ("cpu", "cpu", "cpu", "cuda", "modules", "own modules")
 FORMS = ("generate", "generate", "generate", "stream", "interrupted", "stream interrupted")
@@ -52,7 +54,7 @@ def draw(seed: int, number: int) -> dict[str, Any]:
     chance = random.Random(f"{seed} ask {number // A_QUESTION}")
     ask, engine = draw_ask(chance, world["shape"]["vocab_size"]), chance.choice(ENGINES)
     chance = random.Random(f"{seed} case {number}")
-    chain = draw_chain(chance, world, engine)
+    chain = draw_chain(chance, dict(world, weights="dense") if engine == "modules" else world, engine)
     if number % A_QUESTION == 0:
         chain["levels"] = []
     form = chance.choice(FORMS)
@@ -69,12 +71,12 @@ def draw(seed: int, number: int) -> dict[str, Any]:
 def run(case: dict[str, Any]) -> Outcome:
     """What came of a case. Errors that are not refusals come through."""
     try:
-        return _Run(case).outcome()
+        return CaseRun(case).outcome()
     except Refused as error:
         return Outcome("refused", str(error))
 
 
-class _Run:
+class CaseRun:
     def __init__(self, case: dict[str, Any]):
         self.case, self.ask = case, case["ask"]
         self.wide = case["engine"] == "modules"
@@ -159,7 +161,7 @@ class _Run:
             torch.manual_seed(self.ask["sample"])
         batch = padded(self.prompts)
         width = batch["input_ids"].shape[1]
-        more = {} if bomb is None else {"stopping_criteria": [bomb]}
+        more = {} if bomb is None else {"stopping_criteria": StoppingCriteriaList([bomb])}
         with _our_refusals():
             out = self.target.generate(**batch, **self.options, **self._words(levels), **more)
         if not torch.equal(out[:, :width], batch["input_ids"]):

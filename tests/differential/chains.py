@@ -7,11 +7,13 @@ from typing import Any
 
 from decoders import MIXTURES
 from models import letters
-from worlds import CASTS, FORMATS, NAMES, World, other_model
 
 import hf_mlspec
 
+from .worlds import CASTS, FORMATS, World, other_model
+
 _DRAFTS_ONLY = ("prompt_lookup", "ngram", "table")
+_OTHERS = ("llama", "gemma2", "gpt2", "mixtral", "mamba2")
 
 
 def draw_chain(chance: random.Random, world: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _draw_level(chance: random.Random, world: dict[str, Any]) -> list:
     if kind == "near":
         return [kind, chance.choice([0.0, 0.02, 0.1, 1.0]), chance.randrange(3)]
     if kind == "other":
-        return [kind, chance.choice(NAMES), chance.randrange(3)]
+        return [kind, chance.choice(_OTHERS), chance.randrange(3)]
     if kind == "cast":
         return [kind, chance.choice(CASTS)]
     if kind == "cross":

@@ -12,21 +12,23 @@ import tempfile
 import traceback
 import weakref
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from interrupts import Bomb
 from models import near
-from transformers import AutoModelForCausalLM
-from twins import ASKS, CALIBRATION, EDITS, KINDS, SHAPE, Weights, answer, call, edit, formed, plain, same
-from asks import options_of, prompts_of
+from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.nn.state import state_of
+
+from .asks import options_of, prompts_of
+from .interrupts import Bomb
+from .twins import ASKS, EDITS, KINDS, SHAPE, Weights, answer, call, edit, formed, plain, same
 
 asks = st.integers(0, len(ASKS) - 1)
 WORDS = {
@@ -132,10 +134,8 @@ class ModelMachine(RuleBasedStateMachine):
     def interrupted(self, data: st.DataObject, ask: int, calls: int) -> None:
         self._step("interrupted")
         _, words = self._chain(data)
-        try:
-            call(self.model, ask, stopping_criteria=[Bomb(calls)], **words)
-        except KeyboardInterrupt:
-            pass
+        with suppress(KeyboardInterrupt):
+            call(self.model, ask, stopping_criteria=StoppingCriteriaList([Bomb(calls)]), **words)
 
     @rule(ask=asks)
     def plain_generate(self, ask: int) -> None:
@@ -207,7 +207,7 @@ class ModelMachine(RuleBasedStateMachine):
                 if isinstance(built[1], type(self.model))]  # fmt: skip
         hf_mlspec.clear(self.model)
         state = state_of(self.model)
-        assert not (state.levels or state.chains or state.known)
+        assert [*state.levels, *state.chains, *state.known] == []
         assert self.engine is not None or not state.decoders
         if look:
             gc.collect()

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from asks import ends_at, processors_of
-from decoders import MIXTURES, exact_and_firm
+from decoders import HYBRIDS, MIXTURES, exact_and_firm
 from torch import Tensor
-from worlds import World
 
 from hf_mlspec.speculation.sampling import drawn
 
+from .asks import ends_at, processors_of
+from .worlds import World
+
 _TIMES = 4.0  # the error of the modules at this position, in its largest logit
 _LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-18, "float64": 2.0**-18}  # of the largest logit
+_LEAST_WITH_STATES = 2.0**-12  # of models whose modules compute states in float32, whatever they are in
 
 
 @dataclass
@@ -62,7 +64,8 @@ def judge(
                 verdict.ties += 1
             else:
                 gap = float(logits[place, best] - logits[place, token])
-                verdict.wrong = f"token {place} is {token}, float64 takes {best}; logits {gap:.3g} apart, of {error[place]:.3g}"
+                said = f"{gap:.3g} above it, where {error[place]:.3g} is a tie"
+                verdict.wrong = f"token {place} is {token}, float64 takes {best}, {said}"
                 break
     return verdict
 
@@ -90,7 +93,8 @@ def chosen(ask: dict[str, Any], logits: Tensor, prefix: list[int], seed: int | N
 def _error(world: World, ids: Tensor, logits: Tensor, first: int, exact: bool) -> Tensor:
     """How far logits may be from those in float64, at each position."""
     dtype = "float64" if exact else world.said["dtype"]
-    least = _LEAST[dtype] * logits.abs().amax(dim=-1)
+    own = _LEAST_WITH_STATES if world.said["name"] in HYBRIDS else 0.0
+    least = max(_LEAST[dtype], own) * logits.abs().amax(dim=-1)
     if exact:
         return least
     own = world.target(ids).logits[0, first:-1].double()

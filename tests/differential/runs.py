@@ -12,9 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from case import Outcome, draw, run
 from instruction_sets import ISAS, is_lacking
-from shrink import shrunk
+
+from .case import Outcome, draw, run
+from .shrink import shrunk
 
 _TELLS, _SLICE = 30.0, 600  # seconds between two lines; cases on one instruction set
 
@@ -90,30 +91,28 @@ def tell_failure(seed: int, number: int, case: dict[str, Any], outcome: Outcome)
     print(f"  the smallest: {attempt(small).what}\n  {json.dumps(small)}", flush=True)
 
 
-def on_every_isa(seed: int, most: int | None, end: float, file: Path | None = None) -> int:
-    """A slice of the cases after another, each on the next instruction set, in a process of its own."""
+def on_every_isa(seed: int, most: int | None, end: float, file: Path) -> int:
+    """A slice of the cases after another, each on the next instruction set, in a process of its own; how many slices
+    failed. file: with the counts."""
     failed, there, turn, done = 0, list(ISAS), 0, 0
     while there and time.monotonic() < end and (most is None or done < most):
         isa = there[turn % len(there)]
         count = min(_SLICE, most - done) if most is not None else _SLICE
-        code = (f"import sys; sys.path[:0] = {sys.path[:2]!r}; import logging, warnings; warnings.simplefilter('ignore');"
-                "logging.disable(logging.CRITICAL); import torch, time, runs, pathlib; torch.set_num_threads(1);"
-                "from hf_mlspec.ops import library; library.kernel_of('bf16_linear', 'cpu');"
-                f"sys.exit(min(runs.cases({seed}, {count}, time.monotonic() + {end - time.monotonic()},"
-                f" {None if file is None else str(file)!r} and pathlib.Path({str(file)!r})), 99))")  # fmt: skip
-        result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "MLSPEC_CPU_ISA": isa},
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        minutes = (end - time.monotonic()) / 60
+        command = [sys.executable, "-m", "tests.differential", "--cases", str(count), "--minutes", str(minutes),
+                   "--seed", str(seed), "--state", str(file)]  # fmt: skip
+        result = subprocess.run(command, env={**os.environ, "MLSPEC_CPU_ISA": isa}, capture_output=True, text=True)
         if result.returncode and is_lacking(isa, result.stderr):
             there.remove(isa)
             continue
-        print(f"{isa}: {result.stdout.strip()}\n{result.stderr[-2000:] if result.returncode > 99 else ''}", flush=True)
-        failed, turn, done = failed + result.returncode, turn + 1, done + count
+        print(f"{isa}:\n{result.stdout}{result.stderr[-2000:]}", flush=True)
+        failed, turn, done = failed + bool(result.returncode), turn + 1, done + count
     return failed
 
 
 def machines(seed: int, most: int | None, end: float, file: Path | None = None) -> int:
     """Run state machines in portions, each with a seed of its own; how many portions failed."""
-    from machine import run_machine
+    from .machine import run_machine
 
     counts, failed, done = Counts(file, seed), 0, 0
     while time.monotonic() < end and (most is None or done < most):

@@ -50,6 +50,8 @@ def _smaller(case: Case) -> Iterator[Case]:
     for word in list(case["world"]["shape"]):
         if word != "vocab_size":
             yield _changed(case, lambda c, w=word: c["world"]["shape"].pop(w))
+    if case["world"]["weights"] != "dense":
+        yield _changed(case, lambda c: c["world"].update(weights="dense"))
     if case["world"]["name"] != "llama":
         yield _changed(case, lambda c: c["world"].update(name="llama"))
 

@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from asks import options_of, prompts_of
 from models import near
-from twins import ASKS, EDITS, SHAPE, Weights, answer, call, edit, plain
 
 import hf_mlspec
 from hf_mlspec import Request, generate_stream
+
+from .asks import options_of, prompts_of
+from .twins import ASKS, EDITS, SHAPE, Weights, answer, call, edit, plain
 
 GREEDY = [number for number, ask in enumerate(ASKS) if "sample" not in ask]
 _KINDS = (0, 1, 2)

@@ -9,15 +9,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from asks import options_of, padded, prompts_of
 from decoders import in_float64
 from models import letters, tiny
-from reference import judge
 from torch import nn
-from worlds import World
 
 import hf_mlspec
 from hf_mlspec.speculation.sampling import drawn_seed
+
+from .asks import options_of, padded, prompts_of
+from .reference import judge
+from .worlds import World
 
 # Of models: class, dtype, whether the head is tied to the embedding.
 KINDS = (
