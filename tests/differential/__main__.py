@@ -1,4 +1,4 @@
-"""Does every chain write what its target alone writes, and does that agree with float64? Random cases, as many as asked.
+"""Does every chain write what its target alone writes, and does that agree with float64? Random cases.
 
 python -m tests.differential --minutes 5                    half of the time for cases, half for state machines
 python -m tests.differential --cases 20000 --seed 3 --state FILE   goes on where an earlier run with that file stopped

@@ -51,7 +51,7 @@ def draw_ask(chance: random.Random, vocabulary: int) -> dict[str, Any]:
     if chance.random() < 0.4:
         ask["eos"] = sorted(chance.sample(range(1, vocabulary), vocabulary // 8))
     if chance.random() < 0.15:
-        ask["stop"] = chance.sample(_LETTERS, 3) + [chance.choice(_LETTERS) + chance.choice(_LETTERS)]
+        ask["stop"] = [*chance.sample(_LETTERS, 3), chance.choice(_LETTERS) + chance.choice(_LETTERS)]
     return ask
 
 

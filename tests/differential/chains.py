@@ -13,7 +13,7 @@ import hf_mlspec
 from .worlds import CASTS, FORMATS, World, other_model
 
 _DRAFTS_ONLY = ("prompt_lookup", "ngram", "table")
-_OTHERS = ("llama", "gemma2", "gpt2", "mixtral", "mamba2")
+_OTHERS = ("llama", "gemma2", "gpt2", "qwen3", "mixtral", "mamba2")
 
 
 def draw_chain(chance: random.Random, world: dict[str, Any], engine: str) -> dict[str, Any]:
@@ -21,8 +21,9 @@ def draw_chain(chance: random.Random, world: dict[str, Any], engine: str) -> dic
     count = chance.choice([1, 1, 1, 2, 2, 3])
     levels = [_draw_level(chance, world) for _ in range(count)]
     levels = [level for level in levels[:-1] if level[0] not in _DRAFTS_ONLY] + levels[-1:]
+    levels = [level for n, level in enumerate(levels) if level not in levels[:n]]
     config: dict[str, Any] = {"engine": engine}
-    if chance.random() < 0.93:
+    if chance.random() < 0.97:
         config["num_draft_tokens"] = chance.choice([1, 2, 3, 5, 8])
         if len(levels) > 1 and chance.random() < 0.3:
             config["num_draft_tokens"] = [chance.choice([1, 2, 4, 7]) for _ in levels]
@@ -42,6 +43,8 @@ def _draw_level(chance: random.Random, world: dict[str, Any]) -> list:
     kinds = ["near", "near", "early_exit:1", "early_exit:2", "prompt_lookup", "ngram", "other", "self", "table"]
     if world["weights"] == "dense":
         kinds += [*CASTS, "mxfp4", "cast", "cross"]
+    elif world["weights"] == "float64":
+        kinds += ["cross"]
     else:
         kinds += 3 * list(FORMATS[world["weights"]])
     if world["weights"] == "nested":
@@ -88,7 +91,7 @@ def tokenizers_of(world: World, levels: list[list]) -> dict[str, Any]:
         return {}
     extra = world.said["shape"]["vocab_size"] - 64
     others = [_kept(world, ("letters", level[1]), lambda more=level[1]: letters(extra + more))
-              if level[0] == "cross" else None for level in levels]  # fmt: skip
+              if level[0] == "cross" else world.tokenizer for level in levels]  # fmt: skip
     return {"tokenizer": world.tokenizer, "assistant_tokenizers": others}
 
 

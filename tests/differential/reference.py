@@ -35,15 +35,18 @@ class Verdict:
 
 def judge(
     world: World, ask: dict[str, Any], prompt: list[int], new: list[int], *, seed: int | None, stream: int,
-    shown: list[int], exact: bool,
+    shown: list[int], exact: bool, cut: bool = False,
 ) -> Verdict:  # fmt: skip
     """new: what was written behind a prompt. seed, stream: of the noise. shown: the prompt as processors see it, with
-    its padding. exact: it was written in float64, where there are no ties."""
+    its padding. exact: it was written in float64, where there are no ties. cut: the row may
+    end anywhere."""
     verdict = Verdict(tokens=len(new))
+    if not new and cut:
+        return verdict
     if not 0 < len(new) <= ask["new"]:
         return Verdict(f"{len(new)} new tokens of {ask['new']}")
     ended = ends_at(ask, world.tokenizer, shown, new)
-    if ended != len(new) or (len(new) < ask["new"] and not _ends(ask, world, shown, new)):
+    if ended != len(new) or (not cut and len(new) < ask["new"] and not _ends(ask, world, shown, new)):
         return Verdict(f"{len(new)} new tokens, and the row ends behind {ended}")
     with torch.no_grad():
         ids = torch.tensor([prompt + new])

@@ -49,9 +49,9 @@ def draw_world(chance: random.Random) -> dict[str, Any]:
     _, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
     shape: dict[str, Any] = {"vocab_size": chance.choice(_VOCABULARIES)}
     if not name.startswith(_FIXED):
-        shape["hidden_size"] = chance.choice([32, 64, 96] if weights == "dense" else [64, 96])
+        shape["hidden_size"] = chance.choice([32, 64, 64, 96, 128] if weights == "dense" else [64, 96])
     if not mixed and "intermediate_size" not in own and chance.random() < 0.7:
-        shape["intermediate_size"] = chance.choice([56, 100, 172] if weights == "dense" else [96, 160])
+        shape["intermediate_size"] = chance.choice([56, 64, 100, 128] if weights == "dense" else [96, 160])
     if weights == "int4_int8":
         shape |= {"hidden_size": 256, "intermediate_size": 256}
     if weights in ("nested", "zipper", "planes", "int4", "lut", "mxfp4") and "head_dim" not in own:
@@ -117,7 +117,7 @@ def _made(said: dict[str, Any]) -> World:
     else:
         target = packed(model, weights)
         wide = in_float64(target)
-    if said["name"] in MIXTURES or hasattr(wide, "set_experts_implementation"):
+    if hasattr(wide, "set_experts_implementation"):
         wide.set_experts_implementation("eager")
     if hasattr(wide.config, "quantization_config"):
         del wide.config.quantization_config
@@ -133,4 +133,7 @@ def tokenizer_of(size: int):
 @lru_cache(maxsize=64)
 def other_model(name: str, vocabulary: int, dtype: str, seed: int) -> nn.Module:
     """A small model of another class and the same vocabulary, as a level."""
-    return random_model(name, getattr(torch, dtype), seed=seed, vocab_size=vocabulary)
+    model = random_model(name, getattr(torch, dtype), seed=seed, vocab_size=vocabulary)
+    if name in MIXTURES:
+        model.set_experts_implementation("eager")
+    return model
