@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models.py and its like
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -42,8 +43,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MLSPEC_CACHE"] = folder
         import torch
+        import transformers
 
         torch.set_num_threads(1)
+        transformers.utils.logging.disable_progress_bar()
         if asked.replay:
             from .case import run
 

@@ -29,9 +29,9 @@ from .interrupts import Bomb, interrupted
 from .reference import judge
 from .worlds import draw_world, world_of
 
-ENGINES = ("cpu", "cpu", "cpu", "cuda", "modules", "own modules")
-FORMS = ("generate", "generate", "generate", "stream", "interrupted", "stream interrupted")
-A_QUESTION, A_WORLD = 10, 40  # cases with one ask and engine, and with one world
+ENGINES = (*["cpu"] * 8, "cuda", "cuda", "modules", "own modules")
+FORMS = (*["generate"] * 5, "stream", "stream", "interrupted", "stream interrupted")
+A_QUESTION, A_WORLD = 15, 60  # cases with one ask and engine, and with one world
 
 
 @dataclass

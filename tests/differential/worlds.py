@@ -121,6 +121,8 @@ def _made(said: dict[str, Any]) -> World:
         wide.set_experts_implementation("eager")
     if hasattr(wide.config, "quantization_config"):
         del wide.config.quantization_config
+    with torch.no_grad():
+        target(torch.tensor([[3, 4]]))  # sizes that the class itself cannot compute
     return World(said, target, wide, tokenizer_of(said["shape"]["vocab_size"]))
 
 
