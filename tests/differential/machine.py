@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from models import near
@@ -224,12 +224,13 @@ class ModelMachine(RuleBasedStateMachine):
             assert all(one() is None for one in gone), "a model outlives its last user"
 
 
-def run_machine(seed: str, runs: int, counts: Counter, steps: int = 10) -> str:
-    """Run it so many times; what failed, with the steps that lead there, or ""."""
+def run_machine(seed: str, runs: int, counts: Counter, *, steps: int = 10, shrinks: bool = True) -> str:
+    """Run it so many times; what failed, with the steps that lead there, the fewest where it shrinks, or ""."""
     gc.freeze()  # what is imported by now is not looked at again
     counted.clear()
     how = settings(max_examples=runs, stateful_step_count=steps, deadline=None, database=None,
-                   suppress_health_check=list(HealthCheck), print_blob=False)  # fmt: skip
+                   suppress_health_check=list(HealthCheck), print_blob=False,
+                   phases=[Phase.generate, *[Phase.shrink] * shrinks])  # fmt: skip
     try:
         run_state_machine_as_test(hypothesis.seed(seed)(ModelMachine), settings=how)
     except Exception as error:

@@ -43,7 +43,7 @@ def outcomes(seed: int, numbers: range) -> Counter:
 
 
 def test_some_cases():
-    assert outcomes(0, range(40))["right"] >= 20
+    assert outcomes(0, range(30))["right"] >= 15
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_more_cases():
 
 def test_some_state_machines():
     counted: Counter = Counter()
-    assert run_machine("fixed", 6, counted) == ""
-    assert counted["machine runs"] >= 6
+    assert run_machine("fixed", 5, counted) == ""
+    assert counted["machine runs"] >= 5
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_a_machine_whose_model_writes_something_else_fails(monkeypatch):
         return [[*row[:-1], row[-1] ^ 1] for row in rows] if words.get("assistant_models") else rows
 
     monkeypatch.setattr("tests.differential.machine.call", wrong)
-    assert "AssertionError" in run_machine("wrong", 5, Counter())
+    assert "AssertionError" in run_machine("wrong", 4, Counter(), shrinks=False)
 
 
 def test_a_bomb_goes_off_at_its_call():

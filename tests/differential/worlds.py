@@ -49,7 +49,7 @@ def draw_world(chance: random.Random) -> dict[str, Any]:
     _, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
     shape: dict[str, Any] = {"vocab_size": chance.choice(_VOCABULARIES)}
     if not name.startswith(_FIXED):
-        shape["hidden_size"] = chance.choice([32, 64, 64, 96, 128] if weights == "dense" else [64, 96])
+        shape["hidden_size"] = chance.choice([32, 64, 64, 64, 128] if weights == "dense" else [64, 96])
     if not mixed and "intermediate_size" not in own and chance.random() < 0.7:
         shape["intermediate_size"] = chance.choice([56, 64, 100, 128] if weights == "dense" else [96, 160])
     if weights == "int4_int8":
