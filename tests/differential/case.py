@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -29,8 +30,8 @@ from .interrupts import Bomb, interrupted
 from .reference import judge
 from .worlds import draw_world, world_of
 
-ENGINES = (*["cpu"] * 8, "cuda", "cuda", "modules", "own modules")
-FORMS = (*["generate"] * 5, "stream", "stream", "interrupted", "stream interrupted")
+ENGINES = (*["cpu"] * 9, "cuda", "modules", "own modules")
+FORMS = (*["generate"] * 7, "stream", "stream", "interrupted", "stream interrupted")
 A_QUESTION, A_WORLD = 15, 60  # cases with one ask and engine, and with one world
 
 
@@ -50,7 +51,7 @@ class Refused(Exception):
 
 def draw(seed: int, number: int) -> dict[str, Any]:
     """Case `number` of a run. The first of a question is the target alone."""
-    world = draw_world(random.Random(f"{seed} world {number // A_WORLD}"))
+    world = _drawn_world(f"{seed} world {number // A_WORLD}")
     chance = random.Random(f"{seed} ask {number // A_QUESTION}")
     ask, engine = draw_ask(chance, world["shape"]["vocab_size"]), chance.choice(ENGINES)
     chance = random.Random(f"{seed} case {number}")
@@ -66,6 +67,17 @@ def draw(seed: int, number: int) -> dict[str, Any]:
     if form.endswith("interrupted"):
         case["bomb"] = chance.randint(0, 5)
     return case
+
+
+@lru_cache(maxsize=2)
+def _drawn_world(seed: str) -> dict[str, Any]:
+    """The first one drawn that can be built: not all sizes go together."""
+    chance = random.Random(seed)
+    while True:
+        said = draw_world(chance)
+        with suppress(Exception):
+            world_of(said)
+            return said
 
 
 def run(case: dict[str, Any]) -> Outcome:

@@ -22,6 +22,12 @@ def draw_chain(chance: random.Random, world: dict[str, Any], engine: str) -> dic
     levels = [_draw_level(chance, world) for _ in range(count)]
     levels = [level for level in levels[:-1] if level[0] not in _DRAFTS_ONLY] + levels[-1:]
     levels = [level for n, level in enumerate(levels) if level not in levels[:n]]
+    lower = [[word] for word in FORMATS.get(world["weights"], ())]
+    found = [level for level in lower if level in levels][: 1 if world["weights"] in ("nested", "int4") else None]
+    levels = [level for level in levels if level not in lower or level in found]
+    places = [place for place, level in enumerate(levels) if level in found]
+    for place, level in zip(places, found, strict=True):  # each reads fewer bits than the one above it
+        levels[place] = level
     config: dict[str, Any] = {"engine": engine}
     if chance.random() < 0.97:
         config["num_draft_tokens"] = chance.choice([1, 2, 3, 5, 8])
@@ -42,7 +48,7 @@ def draw_chain(chance: random.Random, world: dict[str, Any], engine: str) -> dic
 def _draw_level(chance: random.Random, world: dict[str, Any]) -> list:
     kinds = ["near", "near", "early_exit:1", "early_exit:2", "prompt_lookup", "ngram", "other", "self", "table"]
     if world["weights"] == "dense":
-        kinds += [*CASTS, "mxfp4", "cast", "cross"]
+        kinds += [*(CASTS if _wide(world) else ()), "mxfp4", "mxfp4", "cast", "cross"]
     elif world["weights"] == "float64":
         kinds += ["cross"]
     else:
@@ -57,12 +63,17 @@ def _draw_level(chance: random.Random, world: dict[str, Any]) -> list:
     if kind == "other":
         return [kind, chance.choice(_OTHERS), chance.randrange(3)]
     if kind == "cast":
-        return [kind, chance.choice(CASTS)]
+        return [kind, chance.choice(CASTS if _wide(world) else ["mxfp4"])]
     if kind == "cross":
         return [kind, chance.choice([3, 40]), chance.randrange(2)]
     if kind == "table":
         return [kind, chance.choice([2, 3])]
     return [kind]
+
+
+def _wide(world: dict[str, Any]) -> bool:
+    """Whether groups of 64 divide its widths."""
+    return world["shape"].get("hidden_size", 64) % 64 == 0
 
 
 def level_of(world: World, level: list, wide: bool) -> Any:

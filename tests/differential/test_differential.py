@@ -6,6 +6,7 @@ A short part of what `python -m tests.differential` runs for as long as one like
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections import Counter
 
@@ -20,7 +21,7 @@ from tests.differential.machine import run_machine
 from tests.differential.reference import judge
 from tests.differential.shrink import shrunk
 from tests.differential.threads import traffic
-from tests.differential.worlds import FORMATS, NAMES, world_of
+from tests.differential.worlds import FORMATS, NAMES, draw_world, world_of
 
 pytestmark = [
     pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built"),
@@ -69,7 +70,8 @@ def test_a_case_is_drawn_again_by_its_number():
 
 
 def test_every_architecture_and_format_is_drawn():
-    worlds = [draw(0, number * cases.A_WORLD)["world"] for number in range(1500)]
+    chance = random.Random(0)
+    worlds = [draw_world(chance) for _ in range(1500)]
     assert {world["name"] for world in worlds} == set(NAMES)
     assert {world["weights"] for world in worlds} == set(FORMATS)
 
