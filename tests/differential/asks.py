@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers.generation import (
+    GenerationMixin,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
@@ -20,6 +21,7 @@ from transformers.generation import (
 )
 
 PAD = 0
+_LEAVES_OUT = "padding_lengths" in GenerationMixin._get_logits_processor.__code__.co_varnames
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -93,11 +95,12 @@ def options_of(ask: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     return options
 
 
-def processors_of(ask: dict[str, Any]) -> LogitsProcessorList:
-    """What turns logits into scores, in the order of transformers' own loop."""
+def processors_of(ask: dict[str, Any], padding: int) -> LogitsProcessorList:
+    """What turns logits into scores, in the order of transformers' own loop. padding: tokens in front of the prompt,
+    which later releases leave out of a repetition penalty."""
     made = LogitsProcessorList()
     if ask.get("repetition_penalty", 1.0) != 1.0:
-        made.append(RepetitionPenaltyLogitsProcessor(ask["repetition_penalty"]))
+        made.append(RepetitionPenaltyLogitsProcessor(ask["repetition_penalty"], padding * _LEAVES_OUT))
     if "no_repeat_ngram_size" in ask:
         made.append(NoRepeatNGramLogitsProcessor(ask["no_repeat_ngram_size"]))
     if "suppress_tokens" in ask:

@@ -55,7 +55,7 @@ def judge(
         logits, firm = logits[0, first:-1], firm[0, first:-1]
         error = None
         for place, token in enumerate(new):
-            rest = shown + new[:place], seed, stream, len(prompt) + place
+            rest = shown + new[:place], len(shown) - len(prompt), seed, stream, len(prompt) + place
             best = chosen(ask, logits[place], *rest)
             if best == token:
                 continue
@@ -85,9 +85,11 @@ def _wide(world: World, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logits, torch.ones(ids.shape, dtype=torch.bool)
 
 
-def chosen(ask: dict[str, Any], logits: Tensor, prefix: list[int], seed: int | None, stream: int, place: int) -> int:
-    """The token that these logits `[vocab]` give behind a prefix."""
-    scores = processors_of(ask)(torch.tensor([prefix]), logits[None].float())
+def chosen(
+    ask: dict[str, Any], logits: Tensor, prefix: list[int], padding: int, seed: int | None, stream: int, place: int
+) -> int:
+    """The token that these logits `[vocab]` give behind a prefix, `padding` tokens of which are padding."""
+    scores = processors_of(ask, padding)(torch.tensor([prefix]), logits[None].float())
     if seed is None:
         return int(scores.argmax())
     return int(drawn(scores[None], seed, [stream], [place])[0])
