@@ -32,7 +32,7 @@ from .worlds import draw_world, world_of
 
 ENGINES = (*["cpu"] * 9, "cuda", "modules", "own modules")
 FORMS = (*["generate"] * 7, "stream", "stream", "interrupted", "stream interrupted")
-A_QUESTION, A_WORLD = 15, 60  # cases with one ask and engine, and with one world
+A_QUESTION, A_WORLD = 20, 100  # cases with one ask and engine, and with one world
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from decoders import HYBRIDS, MIXTURES, exact_and_firm
+from decoders import HYBRIDS, MIXTURES, firm_logits
 from torch import Tensor
 
 from hf_mlspec.speculation.sampling import drawn
@@ -80,7 +80,7 @@ def _ends(ask: dict[str, Any], world: World, shown: list[int], new: list[int]) -
 
 def _wide(world: World, ids: Tensor) -> tuple[Tensor, Tensor]:
     if world.said["name"] in MIXTURES or hasattr(world.target.config, "num_experts"):
-        return exact_and_firm(world.wide, ids)
+        return firm_logits(world.wide, ids)
     logits = world.wide(ids).logits
     return logits, torch.ones(ids.shape, dtype=torch.bool)
 

@@ -17,7 +17,7 @@ from instruction_sets import ISAS, is_lacking
 from .case import Outcome, draw, run
 from .shrink import shrunk
 
-_TELLS, _SLICE = 30.0, 1000  # seconds between two lines; cases on one instruction set
+_TELLS, _SLICE = 30.0, 1500  # seconds between two lines; cases on one instruction set
 
 
 class Counts:
