@@ -146,10 +146,10 @@ def test_a_bomb_goes_off_at_its_call():
 
 @pytest.mark.slow
 def test_eight_threads_with_changes_in_between():
-    found = traffic(3.0)
+    found = traffic(2.0, calls=3)
     assert found.wrong == []
-    assert found.calls >= 8 * 2
+    assert found.calls >= 8 * 3 * 3
     assert found.changes > 0
     threads, files, _ = zip(*found.sizes, strict=True)
-    assert threads[-1] <= threads[0]
-    assert files[-1] <= files[0]
+    assert threads[-1] <= max(threads[:2])  # behind the first, what a process starts once is there
+    assert files[-1] <= max(files[:2])

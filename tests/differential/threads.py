@@ -38,9 +38,9 @@ class Traffic:
 
 
 def traffic(seconds: float, *, threads: int = 8, seed: int = 0, calls: int = 6) -> Traffic:
-    """Phases until the time is over, at least two. calls: of every thread in a phase."""
+    """Phases until the time is over, at least three. calls: of every thread in a phase."""
     chance, found, end, lock = random.Random(seed), Traffic(), time.monotonic() + seconds, threading.Lock()
-    while time.monotonic() < end or len(found.sizes) < 2:
+    while time.monotonic() < end or len(found.sizes) < 3:
         if len(found.sizes) % 6 == 0:  # another model, which must not be held by the last one's threads
             weights = Weights(chance.choice(_KINDS))
             model, other = plain(weights.kind), near(plain(weights.kind), 0.05)
@@ -126,8 +126,13 @@ def _change(found: Traffic, lock: threading.Lock, model: Any, over: threading.Ev
 
 
 def _sizes() -> tuple[int, int, int]:
-    """Threads of this process, its open files, and its bytes in memory."""
+    """Threads of this process, its open files, and its bytes in memory. A thread that was joined may be there for a
+    moment: the fewest of some looks count."""
     gc.collect()
+    tasks = []
+    for _ in range(20):
+        tasks.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[1])
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
+    return min(tasks), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
