@@ -3,6 +3,7 @@
 python -m tests.differential --minutes 5                    half of the time for cases, half for state machines
 python -m tests.differential --cases 20000 --seed 3 --state FILE   goes on where an earlier run with that file stopped
 python -m tests.differential --isas                         every instruction set of this CPU in turn
+python -m tests.differential --threads --minutes 10         eight threads on one model that is changed in between
 python -m tests.differential --replay 'CASE'                one case, as a failure prints it
 """
 
@@ -32,6 +33,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, help="a file with the counts so far; a run with it goes on behind them")
     parser.add_argument("--isas", action="store_true", help="a slice of the cases on each instruction set of this CPU")
+    parser.add_argument("--threads", action="store_true", help="eight threads on one model, and nothing else")
     parser.add_argument("--replay", metavar="CASE", help="a case as JSON")
     return parser.parse_args()
 
@@ -62,6 +64,8 @@ def _long(asked: argparse.Namespace, folder: Path) -> int:
     from . import runs
 
     library.kernel_of("bf16_linear", "cpu")  # where this CPU lacks the instruction set it is told now
+    if asked.threads:
+        return runs.threads(asked.seed, 60 * asked.minutes)
     state = asked.state or folder / "counts.json"
     both = asked.cases is None and asked.machines is None
     begin, seconds, failed = time.monotonic(), 60 * asked.minutes, 0

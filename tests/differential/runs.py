@@ -130,3 +130,18 @@ def machines(seed: int, most: int | None, end: float, file: Path | None = None) 
         counts.tell()
     counts.tell(force=True)
     return failed
+
+
+def threads(seed: int, seconds: float) -> int:
+    """Eight threads on one model for so long; how many things were wrong. Memory is told behind a tenth of the
+    phases, which make what is made once."""
+    from .threads import traffic
+
+    found = traffic(seconds, seed=seed)
+    for one in found.wrong:
+        print(f"WRONG: {one}", flush=True)
+    warm, last = found.sizes[len(found.sizes) // 10], found.sizes[-1]
+    print(f"{found.calls:,} calls, {found.changes:,} changes beside them, {len(found.sizes)} phases; "
+          + "; ".join(f"{name} {a:,} -> {b:,}" for name, a, b in zip(("threads", "files", "bytes"), warm, last,
+                                                                     strict=True)))  # fmt: skip
+    return len(found.wrong)
