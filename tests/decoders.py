@@ -213,9 +213,9 @@ def _follows(kind: type, word: str) -> bool:
     return isinstance(getattr(kind, word, None), property)
 
 
-def random_model(name: str, dtype: torch.dtype, **options) -> nn.Module:
+def random_model(name: str, dtype: torch.dtype, *, seed: int = 0, **options) -> nn.Module:
     kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
     with torch.no_grad():
@@ -298,8 +298,13 @@ NARROW = 0.05  # of the standard deviation of a router's logits: below, rounding
 def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a mixture in float64, where the model is, and which tokens come before any of their row whose experts
     a rounding error could change."""
-    wide, ids = in_float64(model), ids.to(model.device)
+    wide = in_float64(model)
     wide.set_experts_implementation("eager")
+    return firm_logits(wide, ids.to(model.device))
+
+
+def firm_logits(wide: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `exact_and_firm`, of a model that is in float64 by now."""
     narrow = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
 
     def look(router: nn.Module, _, outputs) -> None:
@@ -318,11 +323,14 @@ def exact_and_firm(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, t
             best = logits.sort(dim=-1, descending=True).values
             narrow.logical_or_(best[..., chosen - 1] - best[..., chosen] < narrowly)
 
-    for _, router in routers(wide):
-        if "weight" in router._parameters:
-            router.register_forward_hook(look)
-    with torch.no_grad():
-        logits = wide(ids).logits
+    found = [router for _, router in routers(wide) if "weight" in router._parameters]
+    hooks = [router.register_forward_hook(look) for router in found]
+    try:
+        with torch.no_grad():
+            logits = wide(ids).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
     return logits, narrow.cumsum(dim=1) == 0
 
 

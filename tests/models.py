@@ -35,6 +35,7 @@ from hf_mlspec.nn.nested import NestedLinear
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.transforms import TransformedLinear
+from hf_mlspec.nn.zipper import ZipperLinear
 
 VOCAB = 64
 PAD, EOS, BOS = 0, 1, 2
@@ -165,7 +166,7 @@ def near(model: PreTrainedModel, noise: float = 0.03, seed: int = 1) -> PreTrain
 def packed(model: PreTrainedModel, weights: str = "int4", *, keep_head: bool = True, **settings) -> PreTrainedModel:
     """The model itself, its linear layers packed in place and called by one switch; settings are the format's."""
     kind = {"int4": Int4Linear, "mxfp4": Mxfp4Linear, "nested": NestedLinear, "planes": PlanesLinear,
-            "int4_int8": Int4Int8Linear}[weights]  # fmt: skip
+            "int4_int8": Int4Int8Linear, "zipper": ZipperLinear}[weights]  # fmt: skip
     switch = PrecisionSwitch(weights, num_planes=settings.get("num_planes", 8))
     if weights in ("int4", "planes"):
         settings = {"group_size": 32, **settings}

@@ -34,7 +34,7 @@ class SpeculationConfig:
         activation bits, also where lengths are chosen.
     shared_cache: levels of the target's own shape ("nested", "planes4", "mxfp4", "int3", "w4a8", "early_exit:N",
         "experts:N", direct casts of the target) draft in the target's KV cache, and the check overwrites what they
-        wrote; False gives each its own cache.
+        wrote; below an "early_exit:N" with fewer layers than theirs, or with False, they have one of their own.
     draft_cache: "int8", "int4": levels with a cache of their own keep keys and values as 8- or 4-bit codes per token
         and key head (formats/cache/), in about half or a quarter of the memory; they draft other tokens now and then,
         and the target writes what it writes. Levels in the target's cache follow the target's (MLSpecConfig.kv_cache).

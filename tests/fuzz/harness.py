@@ -192,13 +192,13 @@ def _judged(error: BaseException, kinds: tuple[type[BaseException], ...]) -> tup
         last = last.tb_next
     key = type(error), last.tb_frame.f_code.co_filename, last.tb_lineno, kinds
     if (known := _judgements.get(key)) is None:
-        known = f"{type(error).__name__} of {Path(key[1]).name}:{key[2]}", _foreign(error, kinds)
+        known = f"{type(error).__name__} of {Path(key[1]).name}:{key[2]}", foreign(error, kinds)
         if not known[1]:  # a foreign one is found in several places of ours
             _judgements[key] = known
     return known
 
 
-def _foreign(error: BaseException, kinds: Sequence[type[BaseException]]) -> str:
+def foreign(error: BaseException, kinds: Sequence[type[BaseException]]) -> str:
     """What is wrong with an error; "" where it is one of ours."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     raised = linecache.getline(frame.filename, frame.lineno).strip().startswith("raise")

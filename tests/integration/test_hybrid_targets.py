@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoders import random_model
 from hybrids import HYBRIDS, PAD, VOCAB, hybrid
-from models import tiny
+from models import prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, RecurrentGemmaConfig
 from transformers import RecurrentGemmaForCausalLM as RecurrentGemma
 
 import hf_mlspec
+from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 MODELS = Path(os.environ.get("MLSPEC_MODELS", "../shared/models"))
 DATA = Path(os.environ.get("MLSPEC_DATA", "../shared/data"))
@@ -203,3 +205,31 @@ def test_stop_strings(code):
     alone = written(model, [], **options)
     assert alone.shape[1] < inputs["input_ids"].shape[1] + 40
     assert torch.equal(written(model, ["mxfp4"], **options), alone)
+
+
+@pytest.mark.parametrize("levels", [["mxfp4", "early_exit:2"], ["early_exit:2", "mxfp4"]], ids=str)
+def test_levels_below_levels_of_the_targets_shape_go_on_from_the_same_states(levels):
+    """A level that follows another takes its state from it, which took none itself in this round so far."""
+    model = hybrid("Lfm2ForCausalLM")
+    options = {**ragged(), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    alone, found = (
+        model.generate(**options, assistant_models=below, speculation_config={**DRAFTS, "engine": "modules"})
+        for below in ([], levels)
+    )
+    assert torch.equal(found, alone)
+    assert all(level.drafted for level in hf_mlspec.last_stats(model).levels[:2])
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+@pytest.mark.parametrize("levels", [["early_exit:2", "mxfp4"], ["early_exit:1", "early_exit:2"]], ids=str)
+@pytest.mark.parametrize("kind", ["granite-hybrid", "qwen3.5", "llama"])
+def test_a_level_of_more_layers_than_the_one_above_it_has_a_cache_of_its_own(kind, levels, engine):
+    model = random_model(kind, torch.bfloat16, hidden_size=64)
+    options = {**prompts([5, 9]), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    alone, found = (
+        model.generate(**options, assistant_models=below, speculation_config={"engine": engine, "num_draft_tokens": 3})
+        for below in ([], levels)
+    )
+    assert torch.equal(found, alone)
+    assert all(level.drafted for level in hf_mlspec.last_stats(model).levels)

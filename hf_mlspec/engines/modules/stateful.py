@@ -192,6 +192,8 @@ class StatefulEngine(ModuleEngine):
         leader = self.follow
         if min(leader.lengths[r], most) != leader.lengths[r]:
             leader.lengths[r] = most  # what the leader would do at its next check
+        if leader.follow is not None:
+            leader._fork(r, leader.lengths[r])  # which it says it has: what its own leader checked is not here yet
         source = leader.settle(r)
         if not source.fed or len(source.fed) < self.lengths[r]:
             return

@@ -105,7 +105,7 @@ class Wiring:
         self.count, self.chooses = len(levels), bool(levels) and not self.is_shared
         if levels:
             require_target_tokenizer(self.tokenizer, self.vocab_size)
-        parts, above, over = [], _Above(self.tokenizer, self.vocab_size, True), [leader]
+        parts, above, over, most = [], _Above(self.tokenizer, self.vocab_size, True), [leader], _num_layers(self.model)
         for index, level in enumerate(levels):
             if level.drafter is not None:
                 parts.append(Part(level.name, drafter=self._lookup(level, index)))
@@ -113,6 +113,9 @@ class Wiring:
                 parts.append(self._head(level, index, over, above))
             else:
                 part, above = self._part(level, index, above, next(engines))
+                if _num_layers(level.model) > most:
+                    leader = None  # an early exit above it writes the cache of its own layers alone
+                most = _num_layers(level.model)
                 leader = self._follow(level, part.engine, leader)  # None from where a level has a cache of its own
                 self._set_window(level, part.engine)
                 over.append(part.engine)
@@ -291,3 +294,8 @@ class Wiring:
             self.chooses &= given is None
         default = CONFIDENCE_THRESHOLD if same else CONFIDENCE_THRESHOLD_ACROSS_TOKENIZERS
         return default if given is None else given
+
+
+def _num_layers(model: nn.Module) -> int:
+    """Of a model's decoder, as its config says."""
+    return getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
