@@ -1,7 +1,7 @@
 """Does a model write right tokens, or end in one clear error, and is it usable then, whatever fails inside?
 
-python -m tests.faults --each 60 --journal faults.jsonl    60 faults of every kind in every scene; goes on where it was cut
-python -m tests.faults --only interrupt                    the kinds and scenes with this text in their name
+python -m tests.faults --each 60 --journal FILE    60 faults of every kind in every scene; goes on where it was cut
+python -m tests.faults --only interrupt            the kinds and scenes with this text in their name
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def work(each: int, only: str | None, path: Path) -> int:
 
 
 def chosen(count: int, each: int, title: str) -> list[int]:
-    """So many numbers from 1 to `count`, one drawn from each of as many equal parts: all of them where they are few."""
+    """So many numbers from 1 to `count`, one drawn from each of as many equal parts; all where they are few."""
     if count <= each:
         return list(range(1, count + 1))
     chance = random.Random(f"{SEED} {title}")
@@ -129,7 +129,8 @@ def told(items: dict[str, str]) -> int:
     for key, word in items.items():
         kinds.setdefault(key.split(" in ")[0], Counter())[word.split(":")[0]] += 1
     for kind, words in kinds.items():
-        print(f"{kind:24} {sum(words.values()):6,}  " + ", ".join(f"{n:,} {word}" for word, n in sorted(words.items())))
+        parts = ", ".join(f"{count:,} {word}" for word, count in sorted(words.items()))
+        print(f"{kind:24} {sum(words.values()):6,}  {parts}")
     findings = [f"{key}: {word}" for key, word in items.items() if word.startswith("finding")]
     for line in findings:
         print(line)

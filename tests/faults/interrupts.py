@@ -1,7 +1,7 @@
 """How does an interrupt come at the n-th bytecode of this project's code?
 
-As a signal: the interpreter raises KeyboardInterrupt where it next looks for signals, so that nothing is tried that a user's
-Ctrl-C could not do. interrupts.c counts.
+As a signal: the interpreter raises KeyboardInterrupt where it next looks for signals, so that nothing is tried that a
+user's Ctrl-C could not do. interrupts.c counts.
 """
 
 from __future__ import annotations

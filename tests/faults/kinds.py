@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-
 from . import poison
 from .interrupts import counter, interrupted
 from .scenes import SCENES, Scene, Written
@@ -172,11 +171,8 @@ def all_faults() -> list[Faults]:
     found = []
     for name in SCENES:
         found.append(Faults("interrupt", name, _count_bytecodes, _interrupt))
-        found.append(Faults("no memory: tensors", name, partial(_count_requests, "tensors"), partial(_refuse, "tensors")))
-        if name not in _OF_MODULES:
-            found.append(
-                Faults("no memory: library", name, partial(_count_requests, "library"), partial(_refuse, "library"))
-            )
+        for who in ("tensors", "library")[: 1 if name in _OF_MODULES else 2]:
+            found.append(Faults(f"no memory: {who}", name, partial(_count_requests, who), partial(_refuse, who)))
     for name in _OF_MODULES:
         for which, who in enumerate(("target", "level")):
             for whole in (True, False):
@@ -186,8 +182,8 @@ def all_faults() -> list[Faults]:
     for name in _COMPILED:
         for which, who in enumerate(("target", "level") if name != "sampled chain" else ("target",)):
             for weight in _OF_WEIGHTS:
-                do = partial(_weight, which, weight)
-                found.append(Faults("NaN", f"{name}: {who}, {weight}", partial(_count_passes, do), partial(_spoil, do)))
+                do, said = partial(_weight, which, weight), f"{name}: {who}, {weight}"
+                found.append(Faults("NaN", said, partial(_count_passes, do), partial(_spoil, do)))
     for name in ("chain of modules", "compiled chain"):
         for place in PLACES:
             found.append(Faults("stuck thread", f"{name}: {place}", lambda _: 12, partial(_stick, place)))

@@ -28,8 +28,8 @@ class Passes:
 
 @contextmanager
 def hidden(model: PreTrainedModel, at: int, *, whole: bool) -> Iterator[Passes]:
-    """NaN in what the first layer of `model` gives in its pass number `at`, module by module: in the whole of it, or in
-    one element of the last token."""
+    """NaN in what the first layer of `model` gives in its pass number `at`, module by module: in the whole of it, or
+    in one element of the last token."""
 
     def spoil(module: nn.Module, given: tuple, result: Tensor | tuple) -> Tensor | tuple:
         if not passes.turn():

@@ -30,8 +30,8 @@ class Written(NamedTuple):
 
 class Scene:
     """act: does it all, and gives what every row gained. models: the target first. alone: the target's tokens without
-    levels, as `act` has to write them; None where `act` asks for them itself. mend: what a user does before trying again,
-    such as `restore`."""
+    levels, as `act` has to write them; None where `act` asks for them itself. mend: what a user does before trying
+    again, such as `restore`."""
 
     def __init__(
         self, models: list[PreTrainedModel], act: Callable[[], list[Written]],
@@ -45,7 +45,7 @@ class Scene:
             raise ValueError(f"without a fault this writes {self.reference}, the target alone {alone and alone()}")
 
     def wrong(self, found: list[Written]) -> str | None:
-        """What is wrong with what was written: a row that ended has its tokens, one with an error the first of them."""
+        """What is wrong with what was written: a row that ended has its tokens, one with an error the first ones."""
         if len(found) != len(self.reference):
             return f"{len(found)} rows of {len(self.reference)}"
         for own, right in zip(found, self.reference, strict=True):

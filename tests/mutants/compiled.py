@@ -1,8 +1,8 @@
 """Does every mutant of the kernels die? Each is compiled into one object, linked, and the tests of its room run.
 
-python -m tests.mutants.compiled                  all; objects of an up-to-date build are taken from build/, the others made
-python -m tests.mutants.compiled --built CHECKOUT   objects from another checkout whose kernels are the same
-python -m tests.mutants.compiled --only rotated
+python -m tests.mutants.compiled                   all; objects of an up-to-date build are taken from build/, others made
+python -m tests.mutants.compiled --built CHECKOUT  objects from another checkout whose kernels are the same
+python -m tests.mutants.compiled --only rotated    those whose name or file has this text
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Build:
         """The outcome of these tests with the library as it is."""
         begin = time.monotonic()
         options = ["-x", "-q", "--no-header", "--tb=no", "-rf", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "MLSPEC_REQUIRE_KERNELS": "1", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": str(self.folder), "MLSPEC_REQUIRE_KERNELS": "1", "OMP_NUM_THREADS": "1"}
         try:
             done = subprocess.run([sys.executable, "-m", "pytest", *options, *node_ids], cwd=self.folder, text=True,
-                                  env=environment, capture_output=True, timeout=MOST_SECONDS)  # fmt: skip
+                                  env={**os.environ, **own}, capture_output=True, timeout=MOST_SECONDS)  # fmt: skip
         except subprocess.TimeoutExpired:
             return Outcome("time", time.monotonic() - begin)
         seconds, lines = time.monotonic() - begin, done.stdout.splitlines()
@@ -83,7 +83,8 @@ class Build:
             return Outcome(failed[0], seconds)
         if done.returncode == 0 and any(" passed" in line for line in lines):
             return Outcome(None, seconds)
-        return Outcome(None, seconds, f"pytest ended with {done.returncode}: {' | '.join(lines[-3:])}{done.stderr[-300:]}")
+        said = f"{' | '.join(lines[-3:])}{done.stderr[-300:]}"
+        return Outcome(None, seconds, f"pytest ended with {done.returncode}: {said}")
 
     def of(self, one: KernelMutant) -> Outcome:
         """The outcome of a mutant; behind it the object is the one before."""
@@ -132,7 +133,8 @@ def run(mutants: list[KernelMutant], built: Path) -> int:
                 outcome = build.of(one)
             except subprocess.CalledProcessError as error:
                 outcome = Outcome(None, 0.0, f"it does not compile: {error.stderr[-400:]}")
-            what = outcome.wrong or (f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVES")
+            killed = f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVES"
+            what = outcome.wrong or killed
             print(f"{number:3}/{len(mutants)} {time.monotonic() - begin:6.1f} s  {one.mutant.name}: {what}", flush=True)
             if outcome.killed_by is None:
                 alive.append(one.mutant.name)
@@ -144,7 +146,7 @@ def run(mutants: list[KernelMutant], built: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.compiled", description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="TEXT", help="mutants whose name or file has this text")
-    parser.add_argument("--built", type=Path, default=ROOT, metavar="CHECKOUT", help="whose objects are taken (this one's)")
+    parser.add_argument("--built", type=Path, default=ROOT, metavar="CHECKOUT", help="whose objects are taken")
     options = parser.parse_args()
     if COMPILER is None:
         print("there is no C++ compiler here", file=sys.stderr)

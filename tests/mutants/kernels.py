@@ -1,4 +1,4 @@
-"""Which mutants of the compiled kernels are there? In tails, corrections, rows and slots; each is built into one object.
+"""Which mutants of the compiled kernels are there? In tails, corrections, rows and slots; each built into one object.
 
 A header is compiled into many: the object named is the one that this repository's tests use on a CPU with AVX-512.
 """
