@@ -60,8 +60,8 @@ def cpu_sources():
 
 
 def compiler_flags():
-    """(compile, link). -O1 under sanitizers: their checks in -O3 code take the compiler minutes. Messages name sources by
-    where they lie in the project, and in torch: two builds in two folders give the same bytes."""
+    """(compile, link). -O1 under sanitizers: their checks in -O3 code take the compiler minutes. Messages name sources
+    by where they lie in the project, and in torch: two builds in two folders give the same bytes."""
     import torch
 
     prefixes = {str(HERE): "hf_mlspec", os.path.dirname(os.path.abspath(torch.__file__)): "torch"}

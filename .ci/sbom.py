@@ -5,8 +5,8 @@
     pip install --report report.json ...; python .ci/sbom.py --report report.json
                                                            with the SHA-256 of every archive that pip says it installed
 
-The same packages give the same bytes: components are sorted, the serial number is made of what they are, and the time is
-SOURCE_DATE_EPOCH's, or left out.
+The same packages give the same bytes: components are sorted, the serial number is made of what they are, and the time
+is SOURCE_DATE_EPOCH's, or left out.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def watch(options: argparse.Namespace, folder: Path) -> int:
     }  # fmt: skip
     own = ["--each", str(options.each), *(["--only", options.only] if options.only else []), "--journal", str(journal)]
     while True:
-        doing.unlink(missing_ok=True)
+        doing.unlink(missing_ok=True)  # there while a fault is tried
         done = subprocess.run([sys.executable, "-m", "tests.faults", "--worker", *own], env=environment)
         if done.returncode == 0:
             break
@@ -81,6 +81,7 @@ def work(each: int, only: str | None, path: Path) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from hf_mlspec.evaluation.journal import Journal
 
@@ -88,6 +89,7 @@ def work(each: int, only: str | None, path: Path) -> int:
     from .scenes import SCENES
 
     torch.set_num_threads(1)
+    disable_progress_bar()
     doing, scenes = Path(os.environ["MLSPEC_FAULTS_FOLDER"]) / "doing", {}
     with Journal(path, asked(each)) as journal:
         for faults in all_faults():
@@ -110,6 +112,7 @@ def work(each: int, only: str | None, path: Path) -> int:
                     finally:
                         faulthandler.cancel_dump_traceback_later()
                     journal.add(key, word)
+                    doing.unlink()
                 words[journal[key].split(":")[0]] += 1
             print(f"{title}: {json.dumps(words)}, {time.monotonic() - begun:.0f} s", flush=True)
     return 0

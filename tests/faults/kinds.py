@@ -59,7 +59,7 @@ def refusing(who: str, at: int) -> Iterator[Callable[[], int]]:
     made = memory()
     set_to, left = {
         "library": (made.refuse_after, made.requests_left),
-        "tensors": (made.refuse_tensor_after, made.tensors_left_until),
+        "tensors": (made.refuse_tensor_after, made.tensor_requests_left),
     }[who]
     left.restype = ctypes.c_long
     set_to.argtypes = [ctypes.c_long]

@@ -63,9 +63,9 @@ def weight(model: PreTrainedModel, at: int, name: str) -> Iterator[Passes]:
     passes = Passes(at, spoil)
     called = CpuDecoder.call
 
-    def calls(self: CpuDecoder, *arguments: object) -> object:
+    def calls(self: CpuDecoder, *arguments: object, **options: object) -> object:
         passes.turn()
-        return called(self, *arguments)
+        return called(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuDecoder, "call", calls)

@@ -1,4 +1,4 @@
-"""Do threads that share a model, its pool and its decoder write the right tokens? Short, so that a sanitizer can watch it."""
+"""Do threads that share a model, its pool and its decoder write right tokens? Short, so that a sanitizer can watch."""
 
 from __future__ import annotations
 

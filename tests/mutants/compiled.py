@@ -1,6 +1,6 @@
 """Does every mutant of the kernels die? Each is compiled into one object, linked, and the tests of its room run.
 
-python -m tests.mutants.compiled                   all; objects of an up-to-date build are taken from build/, others made
+python -m tests.mutants.compiled                   all; objects of an up-to-date build are taken from build/, or made
 python -m tests.mutants.compiled --built CHECKOUT  objects from another checkout whose kernels are the same
 python -m tests.mutants.compiled --only rotated    those whose name or file has this text
 """
@@ -135,7 +135,8 @@ def run(mutants: list[KernelMutant], built: Path) -> int:
                 outcome = Outcome(None, 0.0, f"it does not compile: {error.stderr[-400:]}")
             killed = f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVES"
             what = outcome.wrong or killed
-            print(f"{number:3}/{len(mutants)} {time.monotonic() - begin:6.1f} s  {one.mutant.name}: {what}", flush=True)
+            seconds = time.monotonic() - begin
+            print(f"{number:3}/{len(mutants)} {seconds:6.1f} s  {one.mutant.name}: {what}", flush=True)
             if outcome.killed_by is None:
                 alive.append(one.mutant.name)
     names = f": {', '.join(alive)}" if alive else ""
