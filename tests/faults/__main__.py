@@ -1,7 +1,7 @@
 """Does a model write right tokens, or end in one clear error, and is it usable then, whatever fails inside?
 
-python -m tests.faults --each 60 --journal FILE    60 faults of every kind in every scene; goes on where it was cut
-python -m tests.faults --only interrupt            the kinds and scenes with this text in their name
+python -m tests.faults --each 60 --journal FILE           60 of every kind in every scene; goes on where it was cut
+python -m tests.faults --only interrupt --scene stream    the kinds, and the scenes, with this text in their name
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ SEED = 29
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--each", type=int, default=60, help="faults of each kind in each scene, evenly spread (60)")
-    parser.add_argument("--only", metavar="TEXT", help="kinds and scenes with this text in their name")
+    parser.add_argument("--only", metavar="TEXT", default="", help="kinds with this text in their name")
+    parser.add_argument("--scene", metavar="TEXT", default="", help="scenes with this text in their name")
     parser.add_argument("--journal", type=Path, help="where what was tried is kept, and what is not tried again")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return work(options.each, options.only, options.journal)
+        return work(options)
     with tempfile.TemporaryDirectory(prefix="mlspec-faults-") as folder:
         return watch(options, Path(folder))
 
@@ -48,7 +49,7 @@ def watch(options: argparse.Namespace, folder: Path) -> int:
         "MLSPEC_FAULTS_FOLDER": str(folder), "MLSPEC_CACHE": str(folder / "cache"),
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
-    own = ["--each", str(options.each), *(["--only", options.only] if options.only else []), "--journal", str(journal)]
+    own = ["--each", str(options.each), "--only", options.only, "--scene", options.scene, "--journal", str(journal)]
     while True:
         doing.unlink(missing_ok=True)  # there while a fault is tried
         done = subprocess.run([sys.executable, "-m", "tests.faults", "--worker", *own], env=environment)
@@ -76,7 +77,7 @@ def refusing_library(folder: Path) -> Path:
     return made
 
 
-def work(each: int, only: str | None, path: Path) -> int:
+def work(options: argparse.Namespace) -> int:
     """Try all that the journal has not."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -90,11 +91,11 @@ def work(each: int, only: str | None, path: Path) -> int:
 
     torch.set_num_threads(1)
     disable_progress_bar()
-    doing, scenes = Path(os.environ["MLSPEC_FAULTS_FOLDER"]) / "doing", {}
-    with Journal(path, asked(each)) as journal:
+    each, doing, scenes = options.each, Path(os.environ["MLSPEC_FAULTS_FOLDER"]) / "doing", {}
+    with Journal(options.journal, asked(each)) as journal:
         for faults in all_faults():
             title = f"{faults.kind} in {faults.name}"
-            if only is not None and only not in title:
+            if options.only not in faults.kind or options.scene not in faults.name:
                 continue
             begun, words = time.monotonic(), Counter()
             scene = scenes.get(faults.scene_of) or scenes.setdefault(faults.scene_of, SCENES[faults.scene_of]())

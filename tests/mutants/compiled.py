@@ -10,34 +10,30 @@ from __future__ import annotations
 import argparse
 import filecmp
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from .kernels import MUTANTS, KernelMutant
 from .mutant import ROOT
-from .tree import COPIED, MOST_SECONDS, Outcome
+from .tree import Outcome, Tree, copied_tree
 
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 _FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-g0", "-fPIC", "-DNDEBUG"]  # setup.py has them, too
 
 
 class Build:
-    """A copy of package, tests and kernels in a folder, with an object of every source."""
+    """A copy of package, tests and kernels, and an object of every source. built: a checkout that may have them."""
 
-    def __init__(self, folder: Path, built: Path):
+    def __init__(self, tree: Tree, built: Path):
         from torch.utils.cpp_extension import include_paths, library_paths
 
+        self.tree, folder = tree, tree.folder
         self.folder, self.objects = folder, folder / "objects"
         self._includes = [f"-I{path}" for path in include_paths()]
         self._libraries = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
-        for name in COPIED:
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy2(ROOT / "pyproject.toml", folder)
         cpu = folder / "kernels_ext"
         self.sources = sorted([*(cpu / "bindings" / "cpu").glob("*.cpp"), *(cpu / "cpu").rglob("*.cpp")])
         earlier = _up_to_date(built)
@@ -65,27 +61,6 @@ class Build:
         subprocess.run([COMPILER, "-shared", *objects, *self._libraries, "-o", str(made)], check=True)
         os.replace(made, self.folder / "hf_mlspec" / "_C.so")
 
-    def tested(self, node_ids: list[str]) -> Outcome:
-        """The outcome of these tests with the library as it is."""
-        begin = time.monotonic()
-        options = ["-x", "-q", "--no-header", "--tb=no", "-rf", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        own = {"PYTHONPATH": str(self.folder), "MLSPEC_REQUIRE_KERNELS": "1", "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run([sys.executable, "-m", "pytest", *options, *node_ids], cwd=self.folder, text=True,
-                                  env={**os.environ, **own}, capture_output=True, timeout=MOST_SECONDS)  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Outcome("time", time.monotonic() - begin)
-        seconds, lines = time.monotonic() - begin, done.stdout.splitlines()
-        failed = re.findall(r"^FAILED (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-        if done.returncode < 0:
-            return Outcome(f"signal {-done.returncode}", seconds)
-        if done.returncode == 1 and failed:
-            return Outcome(failed[0], seconds)
-        if done.returncode == 0 and any(" passed" in line for line in lines):
-            return Outcome(None, seconds)
-        said = f"{' | '.join(lines[-3:])}{done.stderr[-300:]}"
-        return Outcome(None, seconds, f"pytest ended with {done.returncode}: {said}")
-
     def of(self, one: KernelMutant) -> Outcome:
         """The outcome of a mutant; behind it the object is the one before."""
         path, source = self.folder / one.mutant.file, self.folder / one.source
@@ -94,7 +69,7 @@ class Build:
         try:
             self.compile(source)
             self.link()
-            return self.tested(one.mutant.node_ids)
+            return self.tree.tested(one.mutant.node_ids)
         finally:
             path.write_text(before, encoding="utf-8")
             self.object_of(source).write_bytes(kept)
@@ -120,10 +95,10 @@ def _up_to_date(built: Path) -> Path | None:
 def run(mutants: list[KernelMutant], built: Path) -> int:
     """Tell the outcome of each; how many are alive."""
     alive = []
-    with tempfile.TemporaryDirectory(prefix="mlspec-mutants-") as place:
-        build = Build(Path(place), built)
+    with copied_tree() as tree:
+        build = Build(tree, built)
         build.link()
-        whole = build.tested(sorted({test for one in mutants for test in one.mutant.node_ids}))
+        whole = tree.tested(sorted({test for one in mutants for test in one.mutant.node_ids}))
         if whole.wrong or whole.killed_by:
             raise ValueError(f"without a mutant the tests fail, so nothing follows from them: {whole}")
         print(f"all of their tests pass without a mutant, {whole.seconds:.0f} s", flush=True)
