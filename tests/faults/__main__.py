@@ -27,7 +27,7 @@ SEED = 29
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--each", type=int, default=60, help="faults of each kind in each scene, evenly spread (60)")
+    parser.add_argument("--each", type=int, default=60, help="of each kind in a scene, fewer where they cost more (60)")
     parser.add_argument("--only", metavar="TEXT", default="", help="kinds with this text in their name")
     parser.add_argument("--scene", metavar="TEXT", default="", help="scenes with this text in their name")
     parser.add_argument("--journal", type=Path, help="where what was tried is kept, and what is not tried again")
@@ -99,7 +99,7 @@ def work(options: argparse.Namespace) -> int:
                 continue
             begun, words = time.monotonic(), Counter()
             scene = scenes.get(faults.scene_of) or scenes.setdefault(faults.scene_of, SCENES[faults.scene_of]())
-            for at in chosen(faults.count(scene), each, title):
+            for at in chosen(faults.count(scene), max(each // faults.cost, 1), title):
                 key = f"{title}, {at}"
                 if key not in journal:
                     doing.write_text(key)

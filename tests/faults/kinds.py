@@ -19,15 +19,18 @@ _MEMORY = "bad_alloc", "allocate memory", "out of memory", "not enough memory", 
 _OF_WEIGHTS = "lm_head.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 _OF_MODULES = "chain of modules", "stream of modules"
 _COMPILED = "compiled chain", "stream", "sampled chain"
+_COSTS = {"compiled chain": 1, "sampled chain": 1, "chain of modules": 3, "stream of modules": 5, "nest, unnest": 5}
 
 
 class Faults:
     """Faults of one kind in one scene. count: how many there are, told by a run without one. inject: the `at`-th, from
-    1; it says how that ended in a word, and raises `Finding` where something is wrong."""
+    1; it says how that ended in a word, and raises `Finding` where something is wrong. cost: what one takes, in times
+    of the cheapest scene: fewer are tried where they cost more."""
 
     def __init__(self, kind: str, name: str, count: Callable[[Scene], int], inject: Callable[[Scene, int], str]):
         self.kind, self.name, self._count, self._inject = kind, name, count, inject
         self.scene_of = name.split(":")[0]
+        self.cost = _COSTS.get(self.scene_of, 2)
 
     def count(self, scene: Scene) -> int:
         return self._count(scene)
