@@ -27,7 +27,7 @@ SEED = 29
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--each", type=int, default=60, help="of each kind in a scene, fewer where they cost more (60)")
+    parser.add_argument("--each", type=int, default=60, help="of each kind in a scene, fewer of costly ones (60)")
     parser.add_argument("--only", metavar="TEXT", default="", help="kinds with this text in their name")
     parser.add_argument("--scene", metavar="TEXT", default="", help="scenes with this text in their name")
     parser.add_argument("--journal", type=Path, help="where what was tried is kept, and what is not tried again")
