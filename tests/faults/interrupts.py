@@ -7,6 +7,7 @@ user's Ctrl-C could not do. interrupts.c counts.
 from __future__ import annotations
 
 import ctypes
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def interrupted(made: ctypes.PyDLL, at: int, act: Callable[[], Any]) -> tuple[An
     """What `act` gives with an interrupt at bytecode `at`, None where it is ended by it; whether it was; and how many
     bytecodes there were. at: 0: no interrupt."""
     found, ended, count = None, False, 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of a shell's background ignores it
     try:
         try:
             made.begin(at, _OURS)
@@ -46,4 +48,6 @@ def interrupted(made: ctypes.PyDLL, at: int, act: Callable[[], Any]) -> tuple[An
             count = made.end()
     except KeyboardInterrupt:
         ended = True
+    finally:
+        signal.signal(signal.SIGINT, before)
     return found, ended, count
