@@ -41,8 +41,6 @@ def main() -> int:
 
 def watch(options: argparse.Namespace, folder: Path) -> int:
     """Run workers until all is tried: one that dies is a finding, and the next goes on behind it."""
-    from hf_mlspec.evaluation.journal import Journal
-
     journal, doing = options.journal or folder / "journal", folder / "doing"
     environment = {
         "OMP_NUM_THREADS": "1", **os.environ, "LD_PRELOAD": str(refusing_library(folder)),
@@ -53,14 +51,12 @@ def watch(options: argparse.Namespace, folder: Path) -> int:
     while True:
         doing.unlink(missing_ok=True)  # there while a fault is tried
         done = subprocess.run([sys.executable, "-m", "tests.faults", "--worker", *own], env=environment)
-        if done.returncode == 0:
-            break
         if not doing.exists():
-            return 2  # it never came to a fault: it has said why
+            return done.returncode
+        from hf_mlspec.evaluation.journal import Journal
+
         with Journal(journal, asked(options.each)) as kept:
             kept.add(doing.read_text(), f"finding: its process ended with {done.returncode}")
-    with Journal(journal, asked(options.each)) as kept:
-        return told(kept.items)
 
 
 def asked(each: int) -> dict:
@@ -116,7 +112,7 @@ def work(options: argparse.Namespace) -> int:
                     doing.unlink()
                 words[journal[key].split(":")[0]] += 1
             print(f"{title}: {json.dumps(words)}, {time.monotonic() - begun:.0f} s", flush=True)
-    return 0
+        return told(journal.items)
 
 
 def chosen(count: int, each: int, title: str) -> list[int]:
