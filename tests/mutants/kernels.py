@@ -64,14 +64,6 @@ MUTANTS = [
         _SAME_ROUNDS,
     ),
     _mutant(
-        "slots of refused guesses stay valid in the checking level", ROUNDS,
-        "middle.lengths[r] = std::min(middle.lengths[r], before[r] + accepted);", "", _SAME_ROUNDS,
-    ),
-    _mutant(
-        "slots of refused guesses stay valid in the drafting level", ROUNDS,
-        "tiny.lengths[r] = std::min(tiny.lengths[r], before[r] + accepted);", "", _SAME_ROUNDS,
-    ),
-    _mutant(
         "a draft is one token too long", ROUNDS,
         "static_cast<int64_t>(drafted[r].size()) < limits[r];",
         "static_cast<int64_t>(drafted[r].size()) <= limits[r];",
