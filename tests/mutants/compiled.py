@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from .kernels import MUTANTS, KernelMutant
+from .cpu_kernels import MUTANTS, KernelMutant
 from .mutant import ROOT
 from .tree import Outcome, Tree, copied_tree
 
