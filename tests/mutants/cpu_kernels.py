@@ -17,23 +17,14 @@ LINEARS = f"{_CPU}/decoder/decoder_linears.cpp"
 TAP = f"{_CPU}/decoder/decoder_tap.cpp"
 ROWS = f"{_CPU}/rows/row_ops_loops.h"
 ROWS_OBJECT = f"{_CPU}/rows/row_ops_avx512vnni.cpp"
-STATES = f"{_CPU}/decoder/decoder_states.h"
-DELTA = f"{_CPU}/decoder/decoder_delta.cpp"
 
 _SAME_ROUNDS = tuple(
     f"engines/test_cpu_engine.py::test_compiled_rounds_are_the_plain_ones[{which}]"
     for which in ("cast over small-0.0", "small over float32-0.5", "one model-0.0")
 )
-_CHOICE = "ops/test_step_ops.py::test_choose_rows_greedily", "ops/test_rows.py::test_against_the_reference"
 _GROUPING = ("engines/test_cpu_decoder.py::test_bits_do_not_depend_on_the_grouping[llama-torch.float32]",)
 _NEAR = ("engines/test_cpu_decoder.py::test_within_twice_the_error_of_the_modules[llama-torch.float32]",)
 _CODES = "engines/test_coded_cache.py::test_the_first_layer_holds_the_codes_of_what_a_plain_cache_holds"
-_STATES = (
-    "engines/test_delta_nets.py::test_a_check_leaves_what_was_accepted[0-qwen3.5]",
-    "engines/test_delta_nets.py::test_a_check_leaves_what_was_accepted[2-qwen3.5]",
-    "engines/test_delta_nets.py::test_nothing_accepted_for_many_rounds",
-    "engines/test_delta_nets.py::test_many_single_tokens_then_a_step_back",
-)
 
 
 class KernelMutant(NamedTuple):
@@ -74,13 +65,9 @@ MUTANTS = [
         "const int64_t token = scored.best[scored.offsets[r]];", "const int64_t token = scored.best[0];", _SAME_ROUNDS,
     ),
     _mutant(
-        "a token that is in the cache is not scored again", ROUNDS,
-        "level.lengths[r] = std::min(level.lengths[r], end - kept[r]);",
-        "level.lengths[r] = std::min(level.lengths[r], end - 1);", _SAME_ROUNDS,
-    ),
-    _mutant(
         "a block holds one token too many", ROUNDS,
-        "last->count < kAttentionTokens &&", "last->count <= kAttentionTokens &&", _GROUPING,
+        "last->count < kAttentionTokens &&", "last->count <= kAttentionTokens &&",
+        ("engines/test_cpu_decoder.py::test_prompts_longer_than_one_pass", *_GROUPING),
     ),
     _mutant(
         "confidence is asked of the token before", ROUNDS,
@@ -124,27 +111,15 @@ MUTANTS = [
         ("engines/test_tap.py::test_the_tap_holds_what_every_layer_reads[llama-cpu]",),
     ),
     _mutant(
-        "a state is taken over one token late", STATES,
-        "lengths(row)[number] > length) lengths", "lengths(row)[number] > length + 1) lengths",
-        _STATES, ROUNDS,
-    ),
-    _mutant(
-        "a state is overwritten that others are made from", STATES,
-        "int64_t found = number == 0 ? 1 : 0;\n    for (int64_t other = 0; other < kept; ++other)\n"
-        "      if (other != number &&",
-        "int64_t found = 0;\n    for (int64_t other = 0; other < kept; ++other)\n      if (",
-        _STATES, ROUNDS,
-    ),
-    _mutant(
         "the largest logit is not looked for in the tail's last place", ROWS,
         "for (; i < n; ++i) visit(Vec::all(x[i]), most[0]);",
         "for (; i + 1 < n; ++i) visit(Vec::all(x[i]), most[0]);",
-        _CHOICE, ROWS_OBJECT,
+        ("ops/test_step_ops.py::test_the_largest_logit_is_found_in_every_place",), ROWS_OBJECT,
     ),
     _mutant(
         "the sum of a softmax lacks the tail's last place", ROWS,
         "select(Vec::lanes_between(0, lanes), v,", "select(Vec::lanes_between(0, lanes - 1), v,",
-        _CHOICE, ROWS_OBJECT,
+        ("ops/test_step_ops.py::test_choose_rows_greedily",), ROWS_OBJECT,
     ),
     _mutant(
         "the last element of a bfloat16 row is not written", ROWS,
