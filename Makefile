@@ -2,6 +2,7 @@
 # make test   the tests, 8 to 17 minutes on two cores; make test-slow has the others: notebooks, commands of the guide, fuzzing
 # make fuzz   malformed inputs for every reader, MINUTES=5; make mutants has the tests kill what is made wrong on purpose
 # make differential   random chains against their target alone and float64, and state machines, MINUTES=5
+# make faults memory, numbers, interrupts and threads that fail inside; make sbom tells what an installation brings in
 # make lint   ruff
 # make docs   the site of the documentation, in site/; make docs-serve shows it while you write
 # Each makes the virtual environment $(VENV) and installs what it needs; the only things asked of the machine are
@@ -28,7 +29,7 @@ TELL_KERNELS := ls hf_mlspec/_C.* > /dev/null 2>&1 || \
 	echo "no kernels were compiled (a C++20 compiler is needed): everything runs in plain torch, slower"
 INPUTS := pyproject.toml setup.py constraints.txt $(wildcard kernels_ext/*.* kernels_ext/*/*.* kernels_ext/*/*/*.*)
 
-.PHONY: demo test test-slow fuzz differential mutants lint docs docs-serve clean
+.PHONY: demo test test-slow fuzz differential mutants faults sbom lint docs docs-serve clean
 
 demo: $(VENV)/.run
 	$(BIN)/mlspec demo
@@ -47,6 +48,12 @@ differential: $(VENV)/.dev
 
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutants
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m tests.faults
+
+sbom: $(VENV)/.run
+	@$(BIN)/python .ci/sbom.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

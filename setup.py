@@ -60,8 +60,13 @@ def cpu_sources():
 
 
 def compiler_flags():
-    """(compile, link). -O1 under sanitizers: their checks in -O3 code take the compiler minutes."""
-    compile_args = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-g0"]
+    """(compile, link). -O1 under sanitizers: their checks in -O3 code take the compiler minutes. Messages name sources
+    by where they lie in the project, and in torch: two builds in two folders give the same bytes."""
+    import torch
+
+    prefixes = {str(HERE): "hf_mlspec", os.path.dirname(os.path.abspath(torch.__file__)): "torch"}
+    places = [f"-ffile-prefix-map={folder}={name}" for folder, name in prefixes.items()]
+    compile_args = ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", "-g0", *places]
     if not SANITIZERS:
         return compile_args, []
     unknown = set(SANITIZERS.split(",")) - {"address", "undefined", "thread"}

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.mutants.cpu_kernels import MUTANTS as COMPILED
 from tests.mutants.mutant import ROOT, Mutant, all_mutants
 from tests.mutants.tree import Tree
 
@@ -47,3 +48,17 @@ def test_quick_mutants_die():
                           timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "0 not" in done.stdout.splitlines()[-1]
+
+
+def test_every_mutant_of_a_kernel_fits():
+    """Its text is there once, its tests are, and what is compiled anew is the file or includes it."""
+    for mutant, source in COMPILED:
+        mutant.mutated((ROOT / mutant.file).read_text(encoding="utf-8"))
+        assert source == mutant.file or mutant.file.endswith(".h"), mutant.name
+        assert (ROOT / source).suffix == ".cpp"
+        for test in mutant.node_ids:
+            file, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8"), test
+    names = {mutant.name for mutant, _ in COMPILED}
+    assert len(names) == len(COMPILED) >= 20
+    assert not names & {mutant.name for mutant in MUTANTS}

@@ -254,6 +254,14 @@ def test_choose_rows_greedily(dtype):
         assert cap or confidence[4].isnan()
 
 
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 300])
+def test_the_largest_logit_is_found_in_every_place(size):
+    """A row for every place: the last ones are beyond whole vectors."""
+    tokens, confidence = ops.choose_rows(torch.eye(size) * 3, 0.0)
+    assert tokens.tolist() == list(range(size))
+    assert torch.allclose(confidence, torch.full((size,), 3.0).exp() / (torch.tensor(3.0).exp() + size - 1))
+
+
 def test_philox_gives_the_published_words():
     """Known answers of Philox4x32-10: tests/kat_vectors of Random123."""
     ones = (1 << 32) - 1
