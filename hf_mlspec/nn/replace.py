@@ -28,6 +28,7 @@ from .shards import (
     split_as,
     split_experts,
     style_of,
+    without_bias,
 )
 from .transforms import NONE, Transform
 
@@ -190,7 +191,7 @@ def _cast_part(model: nn.Module, module: nn.Module, name: str, cast: Cast) -> nn
     mesh = mesh_of(model)
     if style_of(model, name) == EXPERTS:
         return split_experts(cast.layer(local_experts(module), name), mesh)
-    own = local_linear(module) if isinstance(module, nn.Linear) else module
+    own = local_linear(module) if isinstance(module, nn.Linear) else without_bias(module)
     return split_as(cast.layer(own, name), module, style_of(model, name), mesh)
 
 

@@ -127,6 +127,13 @@ def local_linear(linear: nn.Linear) -> nn.Linear:
     return own.train(linear.training)
 
 
+def without_bias(packed: nn.Module) -> nn.Module:
+    """A packed part of a linear, over the same weight: its bias is of all outputs."""
+    own = copy.copy(packed)
+    own._parameters = {**packed._parameters, "bias": None}
+    return own
+
+
 def split_as(packed: nn.Module, linear: nn.Module, style: str, mesh: DeviceMesh) -> nn.Module:
     """The packed layer of a part, in the place of a sharded linear: its bias, its widths and its style."""
     packed.register_parameter("bias", linear.bias)
