@@ -2,7 +2,7 @@
 
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
-key head; with `parts` mixtures and nested models are shared; with `fails` rank 1 fails in the middle of calls. On
+key head; with `parts-and-fails` mixtures and nested models are shared, and rank 1 fails in the middle of calls. On
 GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
 """
 
@@ -213,8 +213,8 @@ def main(path: str, draft: str, word: str) -> None:
         os._exit(0)  # a device error leaves nothing to be taken down
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    if word in ("odd", "parts", "fails"):
-        told = odd(path, draft, shared) if word == "odd" else parts(shared) if word == "parts" else fails(path, shared)
+    if word in ("odd", "parts-and-fails"):
+        told = odd(path, draft, shared) if word == "odd" else {"parts": parts(shared), "fails": fails(path, shared)}
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         return

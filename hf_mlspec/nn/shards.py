@@ -102,7 +102,7 @@ def unfit_part(model: nn.Module, path: str, linear: nn.Linear, block: int) -> st
         return f"processes share it as {style}"
     width = local_width(linear)
     if width % block:
-        return f"{width} of its {linear.in_features} inputs on each of {processes} processes are no multiple of {block}"
+        return f"{width} of its {linear.in_features} inputs on each of {processes} processes: no multiple of {block}"
     if model.get_output_embeddings() is linear and linear.out_features % (HEAD_STEP * processes):
         return f"{processes} processes do not share its {linear.out_features} outputs evenly"
     return None

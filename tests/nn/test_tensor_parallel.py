@@ -175,10 +175,15 @@ def test_models_that_cannot_be_shared_are_refused_on_all_processes():
 
 
 @pytest.mark.slow
-def test_experts_and_nested_weights_are_shared():
-    done = started("parts")
+def test_experts_and_nested_weights_are_shared_and_all_raise_where_one_process_fails():
+    done = started("parts-and-fails")
     assert done.returncode == 0, done.stderr
     found = told(done)
+    require_parts(found["parts"])
+    require_failures(found["fails"])
+
+
+def require_parts(found: dict) -> None:
     for name in ("mixtral", "qwen3_moe"):
         own = found[name]
         assert own["engine"] == ["cpu", "cpu"]
@@ -200,11 +205,8 @@ def test_experts_and_nested_weights_are_shared():
     assert found["as before"] == [True, True]
 
 
-@pytest.mark.slow
-def test_where_one_process_fails_all_raise_and_later_calls_are_right():
-    done = started("fails")
-    assert done.returncode == 0, done.stderr
-    found = told(done)
+def require_failures(found: dict) -> None:
+    """All raise, and later calls are right."""
     for name, own in found.items():
         assert own["right"] == [True, True], name
         assert max(own["seconds"]) < 30
