@@ -32,7 +32,8 @@ def nest_experts(
     nested = NestedExperts(dense, "nested", switch, path)
     requires_grad = any(getattr(dense, key).requires_grad for key in nested.names)
     # Both projections or neither: a module is in tiles as a whole.
-    own = not shared and not nested.original.transposed and all(can_nest_in_place(dense, 1, key) for key in nested.names)
+    own = not (shared or nested.original.transposed)
+    own = own and all(can_nest_in_place(dense, 1, key) for key in nested.names)
     ways = {key: _Projection(dense, nested, key, codebook, f"{path}.{key}", own) for key in nested.names}
     for key, way in ways.items():
         if why := too_many_escapes(way.escapes, nested.original.num_experts, *nested.original.sizes[key]):

@@ -43,7 +43,8 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
     """The processes that tensor parallelism runs a model in, as it lays parameters out over them."""
-    return next((one.device_mesh for one in model.parameters() if isinstance(one, DTensor)), None) or model._device_mesh
+    meshes = (one.device_mesh for one in model.parameters() if isinstance(one, DTensor))
+    return next(meshes, None) or model._device_mesh
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -79,8 +79,8 @@ def _is_stream(start: dict[str, Any]) -> bool:
 
 def _answer(start: dict[str, Any], response: Response) -> Response:
     response.status_code = start["status"]
-    own = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-    response.raw_headers = [*own, *((name, value) for name, value in response.raw_headers if name == b"content-length")]
+    length = [pair for pair in response.raw_headers if pair[0] == b"content-length"]
+    response.raw_headers = [*(pair for pair in start["headers"] if pair[0] != b"content-length"), *length]
     return response
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-for package in ("fastapi", "uvicorn", "openai", "prometheus_client"):
-    pytest.importorskip(package, reason=f"{package} is not installed (extra serve)")
+pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 
 from servers import DRAFT, TARGET
 from starlette.requests import Request
@@ -26,12 +25,10 @@ import hf_mlspec
 from hf_mlspec.serving.forwarding import forwarded
 from hf_mlspec.serving.replica import Replica, Served, beginning_of
 
-HAS_RAY = True
 try:
-    import ray
     from ray import serve
 except ModuleNotFoundError:
-    HAS_RAY = False
+    serve = None
 ASKED = {"prompt": "def f(x):\n    ", "max_tokens": 12, "return_token_ids": True}
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -151,7 +148,7 @@ def test_every_request_has_an_answer_where_replicas_die():
     assert answer([[json_]], body=b"x" * 101)[::2] == (413, 0)
 
 
-@pytest.mark.skipif(HAS_RAY, reason="Ray is installed: what its absence says cannot be seen")
+@pytest.mark.skipif(serve is not None, reason="Ray is installed: what its absence says cannot be seen")
 def test_without_ray_its_extra_is_named():
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-mlspec\[ray,serve\]'"):
         import hf_mlspec.serving.ray_serve  # noqa: F401
@@ -167,7 +164,7 @@ def test_the_yaml_file_names_what_there_is():
     assert (served.levels, served.options().prefix_cache) == (["mxfp4"], 4 << 30)
     for own in app["deployments"]:
         assert f"\nclass {own['name']}:" in source
-    if HAS_RAY:
+    if serve is not None:
         from ray.serve.schema import ServeDeploySchema
 
         ServeDeploySchema.model_validate(config)
@@ -187,8 +184,9 @@ def replicas() -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason="Ray Serve is not installed (extra ray)")
+@pytest.mark.skipif(serve is None, reason="Ray Serve is not installed (extra ray)")
 def test_where_one_of_two_replicas_is_killed_every_request_is_answered(alone, monkeypatch):
+    from hf_mlspec.batch.ray_workers import ray_cluster
     from hf_mlspec.serving.ray_serve import Chain, Front
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -197,18 +195,16 @@ def test_where_one_of_two_replicas_is_killed_every_request_is_answered(alone, mo
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False,
-             logging_level="ERROR")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        chain = Chain.options(num_replicas=2, ray_actor_options={"num_cpus": 1}).bind(Served.of(args))
-        serve.run(Front.options(ray_actor_options={"num_cpus": 0}).bind(chain, 1_000_000, True), name="mlspec")
-        assert ask(port, {**ASKED, "max_tokens": 0})[0] == 400
-        answers = load(port, killed_after=8)
-        assert ask(port, ASKED)[0] == 200  # by those that are left
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with ray_cluster(None, 4):
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            chain = Chain.options(num_replicas=2, ray_actor_options={"num_cpus": 1}).bind(Served.of(args))
+            serve.run(Front.options(ray_actor_options={"num_cpus": 0}).bind(chain, 1_000_000, True), name="mlspec")
+            assert ask(port, {**ASKED, "max_tokens": 0})[0] == 400
+            answers = load(port, killed_after=8)
+            assert ask(port, ASKED)[0] == 200  # by those that are left
+        finally:
+            serve.shutdown()
     expected = {number: alone.ids(prompt(number), max_new_tokens=24) for number in range(_REQUESTS)}
     right = 0
     for number, (status, text) in answers.items():
