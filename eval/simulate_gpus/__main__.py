@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from .model import Chain, Node, Shape, chained, fits, most_users, step, summing
 

@@ -22,12 +22,12 @@ from .linear import is_dense
 from .nest_experts import nest_experts, require_finite_experts
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
-from .nest_swap import ExpertSwap, PartSwap, Swap, nested_swaps, undone
+from .nest_swap import AnySwap, PartSwap, Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
 from .replace import attach_quantizer, detach_quantizer
 from .settings import cache_settings
-from .shards import Laid, is_shared, is_sharded, local, local_linear, mesh_of, split_as, style_of
+from .shards import Laid, is_sharded, is_shared, local, local_linear, mesh_of, split_as, style_of
 from .state import state_of
 from .switch import PrecisionSwitch
 
@@ -41,11 +41,10 @@ def nest(
 
     Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (docs/formats.md,
     "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters, a module of
-    bfloat16 experts ``NestedExperts``. The model's
-    results stay the same, bit for bit with the compiled kernels, and it can draft for itself: ``model.generate(...,
-    assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be moved, saved and loaded like any model.
-    ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they are, beside nested weights.
-    Where processes share the model by tensor parallelism each nests its part, beside it; a head tied to a table stays.
+    bfloat16 experts ``NestedExperts``. The model's results stay the same, bit for bit with the compiled kernels, and it
+    can draft for itself: ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be
+    moved, saved and loaded like any model. ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they
+    are, beside nested weights. Processes that share a model (``tp_plan``) each nest their part.
 
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
     calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then
@@ -163,7 +162,7 @@ def _groups(model: nn.Module, plan: Plan) -> list[list[str]]:
 
 def _nest_one(
     model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, hessian: Tensor | None,
-    done: list[Swap | PartSwap | ExpertSwap],
+    done: list[AnySwap],
 ) -> str | None:  # fmt: skip
     """Why the weight stays as it is after all."""
     linear = model.get_submodule(name)
@@ -182,7 +181,7 @@ def _nest_one(
 
 
 def _nest_part(
-    model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, done: list[Swap | PartSwap | ExpertSwap]
+    model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, done: list[AnySwap]
 ) -> str | None:
     """This process's part of a weight, beside it."""
     linear, style = model.get_submodule(name), style_of(model, name)
@@ -198,7 +197,7 @@ def _nest_part(
 
 
 def _nest_in_place(
-    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[Swap | PartSwap | ExpertSwap]
+    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[AnySwap]
 ) -> str | None:
     linear = model.get_submodule(name)
     nesting = NestingInPlace(linear.weight.detach(), codebook, f"{name}.weight")

@@ -8,7 +8,7 @@ from ..formats import NestedWeight
 from .castable import part_of_experts, require_finite_float
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan
-from .nest_swap import ExpertSwap, Swap
+from .nest_swap import AnySwap, ExpertSwap
 from .nested_experts import NestedExperts, rows_kept_whole, too_many_escapes
 from .shards import Laid, is_sharded, mesh_of, split_experts
 from .switch import PrecisionSwitch
@@ -24,7 +24,7 @@ def require_finite_experts(model: nn.Module, plan: Plan) -> None:
 
 def nest_experts(
     model: nn.Module, path: str, paths: list[str], codebook: str, switch: PrecisionSwitch,
-    done: list[Swap | ExpertSwap],
+    done: list[AnySwap],
 ) -> str | None:  # fmt: skip
     """Why the experts at ``path`` stay as they are after all; after an error they are as they were."""
     given = model.get_submodule(path)

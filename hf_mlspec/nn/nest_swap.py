@@ -120,10 +120,13 @@ class ExpertSwap:
         _put(model, self.paths, dense)
 
 
+AnySwap = Swap | PartSwap | ExpertSwap
+
+
 @contextmanager
-def undone(model: nn.Module) -> Iterator[list[Swap | PartSwap | ExpertSwap]]:
+def undone(model: nn.Module) -> Iterator[list[AnySwap]]:
     """A list for what is nested inside; whatever is raised there, an interrupt too, all of it is put back."""
-    done: list[Swap | PartSwap | ExpertSwap] = []
+    done: list[AnySwap] = []
     try:
         yield done
     except BaseException:
@@ -132,7 +135,7 @@ def undone(model: nn.Module) -> Iterator[list[Swap | PartSwap | ExpertSwap]]:
         raise
 
 
-def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[Swap | ExpertSwap]:
+def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[AnySwap]:
     """All that is nested in a model; requires_grad, dtype: of the weights that it is to get back."""
     linears: dict[int, list[str]] = {}
     tables: dict[int, list[str]] = {}
