@@ -66,7 +66,8 @@ def _links(node: Node, shape: Shape, chain: Chain | None, gpus: int, rows: int) 
             + chain.casts * summing(node, shape, gpus, rows * (chain.drafted + 1)))
 
 
-def answers(node: Node, chain: Chain, shapes: dict[str, Shape], cached: float, each: float) -> Iterator[dict[str, Any]]:
+def answers(node: Node, chain: Chain, shapes: dict[str, Shape], cached: float, each: float
+            ) -> Iterator[dict[str, Any]]:
     """By shape and number of GPUs: what fits, a step, a pass of the chain, and users of a whole node."""
     for name, shape in shapes.items():
         for gpus in (1 << power for power in range(node.gpus.bit_length())):
