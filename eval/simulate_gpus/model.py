@@ -80,7 +80,8 @@ def step(node: Node, shape: Shape, word: str, gpus: int, rows: int, width: float
     tokens = rows * width
     read = shape.weights * BYTES[word] + shape.cache(rows * cached)
     work = max(read / node.bandwidth, 2 * shape.weights * tokens / node.flops) / gpus
-    return work + shape.layers * at(node.fixed.get(word, node.fixed["bf16"]), tokens) + summing(node, shape, gpus, tokens)
+    beside = at(node.fixed.get(word, node.fixed["bf16"]), tokens)
+    return work + shape.layers * beside + summing(node, shape, gpus, tokens)
 
 
 @dataclass(frozen=True)
