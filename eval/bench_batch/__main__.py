@@ -46,8 +46,8 @@ def rate(short: tuple[int, float], long: tuple[int, float]) -> float:
     """Lines a second of what the long file has more; inputs are lines and seconds. ValueError where that took no
     time."""
     if long[1] <= short[1]:
-        raise ValueError(f"{long[0]} lines took {long[1]:.1f} s and {short[0]} lines {short[1]:.1f} s: the machine has "
-                         "other things to do, or give more --lines")
+        raise ValueError(f"{long[0]} lines took {long[1]:.1f} s and {short[0]} lines {short[1]:.1f} s: give more "
+                         "--lines, or the machine less to do")
     return (long[0] - short[0]) / (long[1] - short[1])
 
 
@@ -55,8 +55,8 @@ def answered(args: argparse.Namespace, workers: int, lines: int) -> float:
     """Seconds of one run, all of whose lines have answers."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "in.jsonl"
-        file.write_text("".join(json.dumps({"prompt": f"def f{number}(x):\n    ", "max_tokens": args.new_tokens}) + "\n"
-                                for number in range(lines)))
+        asked = [{"prompt": f"def f{number}(x):\n    ", "max_tokens": args.new_tokens} for number in range(lines)]
+        file.write_text("".join(f"{json.dumps(one)}\n" for one in asked))
         command = [sys.executable, "-m", "mlspec_cli", "batch", str(file), f"{folder}/out", "--model", args.model,
                    "--lines-per-file", "8", "--workers", str(workers), "--json"]  # fmt: skip
         for level in args.level:
