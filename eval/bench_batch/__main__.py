@@ -76,9 +76,10 @@ def measured(args: argparse.Namespace, run: Callable[[argparse.Namespace, int, i
     for repeat in range(args.repeats):
         for workers in args.workers:
             few, many = ((lines, run(args, workers, lines)) for lines in args.lines)
-            rates[workers].append(rate(few, many))
-            say({"kind": "run", "repeat": repeat, "workers": workers, "lines_per_second": round(rates[workers][-1], 3)})
-    median = {workers: statistics.median(own) for workers, own in rates.items()}
+            own = rate(few, many)
+            rates[workers].append(own)
+            say({"kind": "run", "repeat": repeat, "workers": workers, "lines_per_second": round(own, 3)})
+    median = {workers: statistics.median(found) for workers, found in rates.items()}
     first = median[args.workers[0]]
     say({"kind": "ratio", **{str(workers): round(own / first, 3) for workers, own in median.items()}})
 
