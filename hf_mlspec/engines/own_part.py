@@ -88,8 +88,8 @@ class OwnPart:
         if is_experts(module):
             inner = module.down_proj.shape[1 if module.is_transposed else 2]
             if inner % self.ranks.count:
-                raise ValueError(f"{path} has experts of {inner} elements, which {self.ranks.count} processes of tensor "
-                                 f"parallelism do not divide: use a tensor-parallel size that divides {inner}")
+                raise ValueError(f"{path} has experts of {inner} elements, which {self.ranks.count} processes of "
+                                 f"tensor parallelism do not divide: use a tensor-parallel size that divides {inner}")
             self._shared.append((module, own))
         self.model.set_submodule(path, own)
 
