@@ -75,7 +75,7 @@ def measured(args: argparse.Namespace, run: Callable[[argparse.Namespace, int, i
     rates: dict[int, list[float]] = {workers: [] for workers in args.workers}
     for repeat in range(args.repeats):
         for workers in args.workers:
-            few, many = ((lines, run(args, workers, lines)) for lines in args.lines)
+            few, many = [(lines, run(args, workers, lines)) for lines in args.lines]
             own = rate(few, many)
             rates[workers].append(own)
             say({"kind": "run", "repeat": repeat, "workers": workers, "lines_per_second": round(own, 3)})

@@ -41,10 +41,10 @@ def nest(
 
     Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (docs/formats.md,
     "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters, a module of
-    bfloat16 experts ``NestedExperts``. The model's results stay the same, bit for bit with the compiled kernels, and it
-    can draft for itself: ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be
-    moved, saved and loaded like any model. ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they
-    are, beside nested weights. Processes that share a model (``tp_plan``) each nest their part.
+    bfloat16 experts ``NestedExperts``. The model's results stay the same, bit for bit with the compiled kernels, and
+    it can draft for itself: ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can
+    be moved, saved and loaded like any model. ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as
+    they are, beside nested weights. Processes that share a model (``tp_plan``) each nest their part.
 
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
     calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then

@@ -18,7 +18,7 @@ def test_starting_is_not_counted():
 
 
 def test_what_cannot_be_is_one_error(capsys, tmp_path):
-    with pytest.raises(ValueError, match="50 lines took 1.0 s and 10 lines 2.0 s"):
+    with pytest.raises(ValueError, match=r"50 lines took 1\.0 s and 10 lines 2\.0 s"):
         rate((10, 2.0), (50, 1.0))
     with pytest.raises(SystemExit):
         main(["--lines", "5,5"])

@@ -100,9 +100,9 @@ def _made(
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
     rules: list[RowRule] = []
-    levels = [] if assistant_models is None else assistant_models
+    levels, config = [] if assistant_models is None else assistant_models, SpeculationConfig.of(speculation_config)
     with agreed(model):
-        chain = chain_of(model, tokenizer, SpeculationConfig.of(speculation_config), rules, levels, assistant_tokenizers)
+        chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers)
         prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)
