@@ -224,7 +224,7 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
         raise ValueError(
             f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
-    require_dense(model, "nest", adapters=True, or_sharded=True)
+    require_dense(model, "nest", adapters=True, or_sharded=is_shared(model))
     plan = plan_of(model)
     if not plan.paths and not plan.experts:
         raise ValueError(nothing_to_nest(model, plan))

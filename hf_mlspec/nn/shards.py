@@ -70,7 +70,7 @@ def require_castable_shards(model: PreTrainedModel, format: str, block: int, pat
     paths: of the layers to be cast. Names the layer and both numbers where the number of processes leaves parts of
     a block, the style of a layer whose forward is not known here, and formats without parts.
     """
-    if not is_shared(model):
+    if not (is_shared(model) or shards(model)):
         return
     if format not in _CASTS:
         raise ValueError(f"direct_cast: {format} layers stay whole, and the model is sharded over processes: cast to "
