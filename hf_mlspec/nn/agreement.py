@@ -32,14 +32,15 @@ class RankFailed(RuntimeError):
 class Exchange:
     """Tensors of all processes of a group, in their order. All of them make the same exchanges.
 
-    within: whether a call runs at whose end all agree. gone: why nothing can be exchanged any more, or None.
+    within: whether a call runs at whose end all agree. failures: that all were told of. gone: why nothing can be
+    exchanged any more, or None.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         """Every process has to call it."""
         self.group, self.within, self.gone = group, False, None
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
-        self._number = self._failures = 0  # of exchanges begun, and of failures that all were told of
+        self._number = self.failures = 0  # exchanges that were begun
         name = [f"mlspec-{uuid.uuid4().hex}"]  # the store may be older than the group
         dist.broadcast_object_list(name, dist.get_global_rank(group, 0), group=group)
         self._store = dist.PrefixStore(name[0], dist.distributed_c10d._get_default_store())
@@ -115,7 +116,7 @@ class Exchange:
             failed = next(iter(self._failed_quietly()), "a process that shares the model failed")
             self.gone = self.gone or f"{failed}, and not all processes heard of it ({str(error).splitlines()[0]})"
             return self.gone
-        self._failures += 1
+        self.failures += 1
         return told
 
     def _failed(self) -> list[str]:
@@ -131,7 +132,7 @@ class Exchange:
             return []
 
     def _key(self, what: str, index: int) -> str:
-        return f"{self._failures}-{what}-{index}"
+        return f"{self.failures}-{what}-{index}"
 
     def _say(self, what: str, said: str | bytes) -> None:
         try:
@@ -164,14 +165,13 @@ def agreed(model: nn.Module) -> Iterator[None]:
     if exchange is None or exchange.within:
         yield
         return
-    exchange.within = True
+    exchange.within, before = True, exchange.failures
     try:
         yield
         exchange.parts(torch.zeros(1))
-    except RankFailed:
-        raise
     except BaseException as error:
-        exchange.fail(error)
+        if exchange.failures == before:  # else all were told
+            exchange.fail(error)
         raise
     finally:
         exchange.within = False
