@@ -22,7 +22,7 @@ from ..engines.modules.attention import ragged_attention_on
 from ..engines.modules.states import row_by_row
 from ..engines.rows import require_memory
 from ..nn.adapters import without_wrapper
-from ..nn.agreement import agreed, raise_if_shared
+from ..nn.agreement import agreeing, raise_if_shared
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
@@ -137,14 +137,9 @@ class Call:
         return min([int(self.settings.max_length) - width, *(max(room, 1) for room in own)])
 
 
+@agreeing
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
-    """Check the request, build the chain, decode, and put the result into the form stock generate returns. Processes
-    that share the model all have it, or all raise."""
-    with agreed(model):
-        return _run(model, call)
-
-
-def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
+    """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     prompts = check(model, call)
     stop = Stopping(call.criteria, prompts)
     state = state_of(model)
