@@ -2,7 +2,8 @@
 
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
-key head. On GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
+key head; with `parts-and-fails` mixtures and nested models are shared, and rank 1 fails in the middle of calls. On
+GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import json
 import os
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import hf_mlspec
 from hf_mlspec.engines.choose import engine_of
+from hf_mlspec.nn.agreement import Exchange
 
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None,
+         "pad_token_id": 0}  # fmt: skip
 PROMPTS = [[5, 17, 40, 3], [9, 9, 2, 61, 30, 11, 7], [100, 4]]
 
 
@@ -54,9 +60,110 @@ def together(model, levels: list) -> list[list[int]]:
 def error_of(call) -> str:
     try:
         call()
-    except ValueError as error:
-        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def mixture_config(name: str):
+    if name == "mixtral":
+        return MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2)
+    return Qwen3MoeConfig(**SIZES, head_dim=16, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
+                          num_experts_per_tok=2, mlp_only_layers=[1])
+
+
+def shared_model(config, shared: DistributedConfig, dtype: torch.dtype = torch.float32):
+    """Random weights, the same on all ranks."""
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return type(whole).from_pretrained(None, config=config, state_dict=whole.state_dict(), dtype=dtype,
+                                       distributed_config=shared).eval()  # fmt: skip
+
+
+def parts(shared: DistributedConfig) -> dict:
+    """What all ranks write with mixtures, and with a dense model and a mixture that are nested."""
+    told = {}
+    for name in ("mixtral", "qwen3_moe"):
+        config = mixture_config(name)
+        model = shared_model(config, shared)
+        found = {"engine": of_all(engine_of(model).name), "alone": of_all(written(model, []))}
+        found["stock"] = of_all(written(model, None))
+        found["cast"] = of_all(written(model, ["mxfp4"]))
+        found["together"] = of_all(together(model, ["mxfp4"]))
+        found["packed experts"] = of_all(sum(type(one).__name__ == "PackedExperts"
+                                             for one in hf_mlspec.direct_cast(model).modules()))  # fmt: skip
+        hf_mlspec.prepare(model, engine="cuda")
+        found["device"] = of_all(written(model, ["mxfp4"]))
+        told[name] = found
+    dense = LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=False)
+    for name, config in (("nested", dense), ("nested mixture", mixture_config("mixtral"))):
+        model = shared_model(config, shared, torch.bfloat16)
+        found = {"alone": of_all(written(model, []))}
+        hf_mlspec.nest(model)
+        found["engine"] = of_all(engine_of(model).name)
+        kinds = {type(one).__name__ for one in model.modules()}
+        found["kinds"] = of_all(sorted(kind for kind in kinds if "Nested" in kind))
+        for levels in ([], ["nested"], ["nested", "mxfp4"], ["mxfp4"]):
+            found["+".join(levels) or "exact"] = of_all(written(model, levels))
+        found["drafted"] = of_all(hf_mlspec.last_stats(model).levels[0].drafted)
+        found["together"] = of_all(together(model, ["nested"]))
+        told[name] = found
+    broken = shared_model(dense, shared, torch.bfloat16)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight.to_local()[3, 5] = float("nan") if dist.get_rank() else 1.0
+    before = [type(one).__name__ for one in broken.modules()]
+    told["nan on one"] = of_all(error_of(lambda: hf_mlspec.nest(broken)))
+    told["as before"] = of_all(before == [type(one).__name__ for one in broken.modules()])
+    return told
+
+
+class Failing:
+    """A function that on rank 1 fails the third time it is called."""
+
+    def __init__(self, function=lambda *_, **__: False):
+        self.function, self.left = function, 3
+
+    def __call__(self, *words, **options):
+        self.left -= 1
+        if dist.get_rank() == 1 and not self.left:
+            raise torch.OutOfMemoryError("no memory, says the test")
+        return self.function(*words, **options)
+
+
+def fails(path: str, shared: DistributedConfig) -> dict:
+    """Of calls in which rank 1 fails: the errors, the seconds to them, and what the next call writes."""
+    model = load(path, distributed_config=shared)
+    expected = written(model, ["mxfp4"])
+    ids = torch.tensor([PROMPTS[0]])
+    decoder = engine_of(model).decoder
+
+    def in_a_sum():
+        parts = Failing(Exchange.parts)
+        with mock.patch.object(Exchange, "parts", lambda exchange, own: parts(exchange, own)):
+            written(model, ["mxfp4"])
+
+    def before_a_step():
+        with mock.patch.object(decoder, "call", Failing(decoder.call)):
+            written(model, ["mxfp4"])
+
+    def in_a_stream():
+        with mock.patch.object(decoder, "call", Failing(decoder.call)):
+            list(hf_mlspec.generate_stream(model, PROMPTS, max_new_tokens=24, assistant_models=["mxfp4"]))
+
+    def by_the_caller():
+        model.generate(ids, assistant_models=["mxfp4"], max_new_tokens=24,
+                       stopping_criteria=[Failing(lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool))])
+
+    def on_all():
+        model.generate(ids, assistant_models=["mxfp4"], max_new_tokens=24, num_beams=2)
+
+    told = {}
+    for call in (in_a_sum, before_a_step, in_a_stream, by_the_caller, on_all):
+        began = time.time()
+        error = error_of(call)
+        told[call.__name__] = {"errors": of_all(error), "seconds": of_all(time.time() - began),
+                               "right": of_all(written(model, ["mxfp4"]) == expected)}  # fmt: skip
+    return told
 
 
 def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
@@ -106,8 +213,8 @@ def main(path: str, draft: str, word: str) -> None:
         os._exit(0)  # a device error leaves nothing to be taken down
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
-    if word == "odd":
-        told = odd(path, draft, shared)
+    if word in ("odd", "parts-and-fails"):
+        told = odd(path, draft, shared) if word == "odd" else {"parts": parts(shared), "fails": fails(path, shared)}
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         return

@@ -14,15 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from ..formats.mxfp4 import BLOCK
 from ..nn.adapters import adapted_names
-from ..nn.packed import PackedLinear
+from ..nn.expert_modules import is_experts
+from ..nn.experts import PackedExperts
+from ..nn.packed import PackedLinear, PackedModule
 from ..nn.replace import share
-from ..nn.shards import group_of, local, local_linear, style_of, whole
+from ..nn.shards import EXPERTS, HEAD_STEP, group_of, local, local_experts, local_linear, style_of, whole
 from ..nn.transforms import NONE
-from .architecture import UnknownArchitecture, described
+from .architecture import OF_ATTENTION, Description, UnknownArchitecture, described, has_experts
 from .architecture.rotary import text_config
 from .ranks import Ranks, identity
 
-_HEAD_STEP = 8  # outputs of a part of the head come in multiples: GPUs send 8 bytes at once
 _OUTPUTS = ("colwise", "colwise_rep", "colwise_gather_output")
 _INPUTS = ("rowwise",)
 _WHOLE = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce")  # every process has all of it
@@ -49,8 +50,10 @@ class OwnPart:
     def give_back(self) -> None:
         """Let the shared model read its weights where a decoder has put them."""
         with torch.no_grad():
-            for linear, own in self._shared:
-                local(linear.weight).data = own.weight.data
+            for module, own in self._shared:
+                for name, parameter in module._parameters.items():
+                    if isinstance(parameter, DTensor) and name != "bias":
+                        local(parameter).data = own._parameters[name].data
 
     def _put(self, path: str, module: nn.Module, style: str | None) -> None:
         """A plain module in the place of one whose forward tensor parallelism replaced."""
@@ -59,6 +62,9 @@ class OwnPart:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(whole(parameter).detach(), requires_grad=False)
+            return
+        if style == EXPERTS and (is_experts(module) or isinstance(module, PackedExperts)):
+            self._put_experts(path, module)
             return
         if style not in _OUTPUTS + _INPUTS or not isinstance(module, nn.Linear | PackedLinear):
             raise UnknownArchitecture(f"tensor parallelism runs its {path} as {style}, which no compiled decoder does")
@@ -72,12 +78,27 @@ class OwnPart:
             self._shared.append((module, own))
         self.model.set_submodule(path, own)
 
+    def _put_experts(self, path: str, module: nn.Module) -> None:
+        """A module of the parts of experts: narrower ones, whose sums are parts of the sum over all processes."""
+        if isinstance(module, PackedExperts) and module.part_of is None:
+            raise UnknownArchitecture(f"its {path} was packed whole, and processes share it")
+        if module.has_bias:
+            raise UnknownArchitecture(f"its {path} has biases, which every process would add")
+        own = local_experts(module)
+        if is_experts(module):
+            inner = module.down_proj.shape[1 if module.is_transposed else 2]
+            if inner % self.ranks.count:
+                raise ValueError(f"{path} has experts of {inner} elements, which {self.ranks.count} processes of "
+                                 f"tensor parallelism do not divide: use a tensor-parallel size that divides {inner}")
+            self._shared.append((module, own))
+        self.model.set_submodule(path, own)
+
     def _require_alike(self) -> None:
         """Of what every process holds all."""
         mine = {
             f"{path}.{name}": parameter
             for path, module in self.model.named_modules()
-            if not isinstance(module, nn.Linear | PackedLinear)
+            if not (isinstance(module, nn.Linear | PackedModule) or is_experts(module))
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
@@ -89,7 +110,7 @@ def _own_linear(module: nn.Module, ranks: Ranks, along_inputs: bool, is_head: bo
     round is whole."""
     bias = module.bias
     if isinstance(module, nn.Linear):
-        uneven = is_head and module.out_features % (_HEAD_STEP * ranks.count)
+        uneven = is_head and module.out_features % (HEAD_STEP * ranks.count)
         own = local_linear(module) if not uneven else _whole_linear(module)
         bias = None if bias is None else (whole if along_inputs or uneven else local)(bias.detach())
     else:
@@ -159,15 +180,25 @@ def _require_no_adapters(model: nn.Module) -> None:
 def _require_split(model: nn.Module) -> None:
     """UnknownArchitecture unless all linears of all layers are shared, each along the side that is meant."""
     entry = described(model)
-    if entry.delta is not None or entry.experts is not None or entry.sinks is not None:
-        raise UnknownArchitecture("tensor parallelism shares experts, delta nets or sinks of it")
+    if entry.delta is not None or entry.sinks is not None:
+        raise UnknownArchitecture("tensor parallelism shares delta nets or sinks of it")
     for index in range(text_config(model).num_hidden_layers):
-        for name, place in entry.linears.items():
-            path = f"{entry.layers}.{index}.{place}"
-            style = style_of(model, path)
-            if style not in _SPLIT.get(name, ()):
-                raise UnknownArchitecture(f"tensor parallelism runs its {path} as {style}, which no compiled decoder "
-                                          "does")
+        layer = f"{entry.layers}.{index}"
+        for place, styles in _styles(entry, model.get_submodule(layer)).items():
+            if (style := style_of(model, f"{layer}.{place}")) not in styles:
+                raise UnknownArchitecture(f"tensor parallelism runs its {layer}.{place} as {style}, which no compiled "
+                                          "decoder does")
+
+
+def _styles(entry: Description, layer: nn.Module) -> dict[str, tuple[str, ...]]:
+    """What is shared of a layer, by its place, and how."""
+    found = {place: _SPLIT.get(name, ()) for name, place in entry.linears.items()}
+    mixture = entry.experts
+    if mixture is None or not has_experts(mixture, layer):
+        return found
+    found = {place: found[place] for name, place in entry.linears.items() if name in OF_ATTENTION}
+    found |= {place: _SPLIT[name] for name, place in mixture.shared.items()}
+    return {**found, mixture.experts: (EXPERTS,)}
 
 
 def own_part(model: nn.Module) -> OwnPart:

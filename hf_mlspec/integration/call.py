@@ -22,6 +22,7 @@ from ..engines.modules.attention import ragged_attention_on
 from ..engines.modules.states import row_by_row
 from ..engines.rows import require_memory
 from ..nn.adapters import without_wrapper
+from ..nn.agreement import agreeing, raise_if_shared
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
@@ -136,6 +137,7 @@ class Call:
         return min([int(self.settings.max_length) - width, *(max(room, 1) for room in own)])
 
 
+@agreeing
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
     prompts = check(model, call)
@@ -259,6 +261,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
                 decode = loop.decode if returned is None else partial(returned.decode, loop)
                 stats = chain.finish(decode(rows, budgets, cached))
     except NoRoom as error:
+        raise_if_shared(chain.target.runner.model, error)
         reason = NoRoom(str(error), error.left)  # without the frames that hold the chain
         with torch.inference_mode():
             stats = go_on(chain, reason, device, **how)

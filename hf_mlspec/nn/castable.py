@@ -20,7 +20,7 @@ from .linear import is_dense
 from .nested_experts import NestedExperts
 from .packed import PackedLinear, PackedModule
 from .settings import own_settings, packs_weights
-from .shards import local, shards
+from .shards import is_sharded, local, local_experts, shards
 from .transforms import NONE, TransformedLinear
 
 _SHOWN = 8  # layers in a message
@@ -180,7 +180,13 @@ def unfit_linear(module: nn.Module, divisor: int = mxfp4.BLOCK) -> str | None:
     return type(module).__name__ if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else None
 
 
+def part_of_experts(module: nn.Module) -> nn.Module:
+    """What this process has of experts."""
+    return local_experts(module) if is_sharded(module) else module
+
+
 def _unfit_experts(module: nn.Module, divisor: int) -> str | None:
+    module = part_of_experts(module)
     why = "they are offloaded" if offloads(module) else ExpertModule.obstacle(module)
     if why is not None:
         return f"fused expert weights: {why}"
@@ -196,8 +202,8 @@ def require_finite_floats(model: nn.Module, kept: dict[str, str], action: str = 
     for name, module in linears_and_experts(model):
         if name in kept or holds_draft(module):
             continue
-        keys = ExpertModule.of(module, name).sizes if is_experts(module) else ("weight",)
-        for key in keys:
+        own = part_of_experts(module) if is_experts(module) else module
+        for key in ExpertModule.of(own, name).sizes if is_experts(module) else ("weight",):
             require_finite_float(f"{name}.{key}", local(own_tensor(module, key).detach()), action)
 
 

@@ -14,6 +14,7 @@ from ..formats import NestedWeight
 from ..formats.nested import FORMAT
 from ..formats.nested.codebooks import require_codebook_name
 from .adapters import without_wrapper
+from .agreement import agreed
 from .calibration import by_memory, hessians, read_samples
 from .castable import holds_draft, listed, require_dense, require_finite_float, require_plain_inputs
 from .expert_modules import is_experts
@@ -21,11 +22,12 @@ from .linear import is_dense
 from .nest_experts import nest_experts, require_finite_experts
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan, nothing_to_nest, plan_of
-from .nest_swap import ExpertSwap, Swap, nested_swaps, undone
+from .nest_swap import AnySwap, PartSwap, Swap, nested_swaps, undone
 from .nested import NestedLinear
 from .packed import PackedModule
 from .replace import attach_quantizer, detach_quantizer
 from .settings import cache_settings
+from .shards import Laid, is_sharded, is_shared, local, local_linear, mesh_of, split_as, style_of
 from .state import state_of
 from .switch import PrecisionSwitch
 
@@ -39,10 +41,10 @@ def nest(
 
     Every bfloat16 ``nn.Linear`` whose in_features is a multiple of 32 becomes a ``NestedLinear`` (docs/formats.md,
     "Nested BF16"), an embedding tied to the output head a ``NestedEmbedding`` over the head's parameters, a module of
-    bfloat16 experts ``NestedExperts``. The model's
-    results stay the same, bit for bit with the compiled kernels, and it can draft for itself: ``model.generate(...,
-    assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can be moved, saved and loaded like any model.
-    ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as they are, beside nested weights.
+    bfloat16 experts ``NestedExperts``. The model's results stay the same, bit for bit with the compiled kernels, and
+    it can draft for itself: ``model.generate(..., assistant_models=["nested"])`` reads 4.25 of the 16.25 bits. It can
+    be moved, saved and loaded like any model. ``unnest`` restores the plain model exactly. Adapters (PEFT) stay as
+    they are, beside nested weights. Processes that share a model (``tp_plan``) each nest their part.
 
     codebook: magnitudes of the draft: "lloyd_max", "mxfp4" (those of MXFP4) or "fitted" (to each tensor).
     calibration: input_ids, tensors ``[tokens]`` or ``[rows, tokens]`` or lists of ids: the bits of the draft are then
@@ -62,8 +64,9 @@ def nest(
     text.
     """
     given, model = model, without_wrapper(model, "nest")
-    plan = _checked_plan(model, codebook)
-    samples = None if calibration is None else _read(model, calibration)
+    with agreed(model):
+        plan = _checked_plan(model, codebook)
+        samples = None if calibration is None else _read(model, calibration)
     nest_planned(model, plan, codebook, PrecisionSwitch("nested"), samples)
     if not any(map(holds_draft, model.modules())):
         raise ValueError(nothing_to_nest(model, plan))
@@ -74,6 +77,9 @@ def nest(
 
 
 def _read(model: PreTrainedModel, calibration: Iterable) -> list[Tensor]:
+    if is_shared(model):
+        raise ValueError("nest: processes share this model, and each sees a part of what layers multiply: leave "
+                         "calibration out, or nest the whole model")
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return read_samples(calibration, vocabulary, next(model.parameters()).device)
 
@@ -88,6 +94,8 @@ def unnest(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unnest takes a model, not a {type(model).__name__}")
     given, model = model, without_wrapper(model, "unnest")
+    if is_shared(model):
+        raise ValueError("unnest: processes share this model, and its weights are parts: load it again")
     learns = any(parameter.requires_grad for parameter in model.parameters())
     dtype = getattr(model, "dtype", torch.bfloat16)
     swaps = nested_swaps(model, learns, dtype)
@@ -123,7 +131,7 @@ def nest_planned(
     groups = [[name] for name in _largest_first(model, plan)] if samples is None else _groups(model, plan)
     # transformers' own bar: it honours disable_progress_bar() and HF_HUB_DISABLE_PROGRESS_BARS.
     bar = logging.tqdm(total=len(plan.paths) + len(plan.experts), desc="Nesting", unit="tensor", leave=False)
-    with bar, undone(model) as done:
+    with bar, undone(model) as done, agreed(model):
         for name, paths in plan.experts.items():
             why = nest_experts(model, name, paths, codebook, switch, done)
             if why is not None:
@@ -154,11 +162,13 @@ def _groups(model: nn.Module, plan: Plan) -> list[list[str]]:
 
 def _nest_one(
     model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, hessian: Tensor | None,
-    done: list[Swap | ExpertSwap],
+    done: list[AnySwap],
 ) -> str | None:  # fmt: skip
     """Why the weight stays as it is after all."""
     linear = model.get_submodule(name)
     swap = Swap(plan.paths[name], plan.tables.get(name, []), type(linear), linear.weight.requires_grad)
+    if is_sharded(linear):
+        return _nest_part(model, plan, name, codebook, switch, done)
     if hessian is None and can_nest_in_place(linear, owners=1 + bool(swap.tables)):
         return _nest_in_place(model, name, codebook, switch, swap, done)
     weight = NestedWeight.from_dense(linear.weight.detach(), codebook, f"{name}.weight", hessian)
@@ -170,8 +180,24 @@ def _nest_one(
     return None
 
 
+def _nest_part(
+    model: nn.Module, plan: Plan, name: str, codebook: str, switch: PrecisionSwitch, done: list[AnySwap]
+) -> str | None:
+    """This process's part of a weight, beside it."""
+    linear, style = model.get_submodule(name), style_of(model, name)
+    own = local_linear(linear)
+    weight = NestedWeight.from_dense(own.weight.detach(), codebook, f"{name}.weight")
+    if why := _too_many_escapes(weight.weight_escape_index, *own.weight.shape):
+        return why
+    layer = split_as(NestedLinear(weight, None, switch), linear, style, mesh_of(model))
+    swap = PartSwap(plan.paths[name], style, Laid.of(linear.weight))
+    done.append(swap)
+    swap.put_nested(model, layer)
+    return None
+
+
 def _nest_in_place(
-    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[Swap | ExpertSwap]
+    model: nn.Module, name: str, codebook: str, switch: PrecisionSwitch, swap: Swap, done: list[AnySwap]
 ) -> str | None:
     linear = model.get_submodule(name)
     nesting = NestingInPlace(linear.weight.detach(), codebook, f"{name}.weight")
@@ -198,12 +224,12 @@ def _checked_plan(model: PreTrainedModel, codebook: str) -> Plan:
         raise ValueError(
             f"nest: this {type(model).__name__} is already nested; call hf_mlspec.unnest(model) first to nest it again"
         )
-    require_dense(model, "nest", adapters=True)
+    require_dense(model, "nest", adapters=True, or_sharded=is_shared(model))
     plan = plan_of(model)
     if not plan.paths and not plan.experts:
         raise ValueError(nothing_to_nest(model, plan))
     for name in plan.paths:
-        require_finite_float(f"{name}.weight", model.get_submodule(name).weight.detach(), "nest")
+        require_finite_float(f"{name}.weight", local(model.get_submodule(name).weight.detach()), "nest")
     require_finite_experts(model, plan)
     return plan
 

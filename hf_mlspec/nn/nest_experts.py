@@ -5,44 +5,50 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..formats import NestedWeight
-from .castable import require_finite_float
+from .castable import part_of_experts, require_finite_float
 from .nest_in_place import NestingInPlace, can_nest_in_place
 from .nest_plan import Plan
-from .nest_swap import ExpertSwap, Swap
+from .nest_swap import AnySwap, ExpertSwap
 from .nested_experts import NestedExperts, rows_kept_whole, too_many_escapes
+from .shards import Laid, is_sharded, mesh_of, split_experts
 from .switch import PrecisionSwitch
 
 
 def require_finite_experts(model: nn.Module, plan: Plan) -> None:
     """ValueError naming projection and expert for NaN or Inf."""
     for path in plan.experts:
-        experts = NestedExperts(model.get_submodule(path), name=path)
-        for key in experts.names:
-            require_finite_float(f"{path}.{key}", getattr(model.get_submodule(path), key).detach(), "nest")
+        own = part_of_experts(model.get_submodule(path))
+        for key in NestedExperts(own, name=path).names:
+            require_finite_float(f"{path}.{key}", getattr(own, key).detach(), "nest")
 
 
 def nest_experts(
     model: nn.Module, path: str, paths: list[str], codebook: str, switch: PrecisionSwitch,
-    done: list[Swap | ExpertSwap],
+    done: list[AnySwap],
 ) -> str | None:  # fmt: skip
     """Why the experts at ``path`` stay as they are after all; after an error they are as they were."""
-    dense = model.get_submodule(path)
+    given = model.get_submodule(path)
+    dense, shared = part_of_experts(given), is_sharded(given)
     nested = NestedExperts(dense, "nested", switch, path)
     requires_grad = any(getattr(dense, key).requires_grad for key in nested.names)
     # Both projections or neither: a module is in tiles as a whole.
-    own = not nested.original.transposed and all(can_nest_in_place(dense, 1, key) for key in nested.names)
+    own = not (shared or nested.original.transposed)
+    own = own and all(can_nest_in_place(dense, 1, key) for key in nested.names)
     ways = {key: _Projection(dense, nested, key, codebook, f"{path}.{key}", own) for key in nested.names}
     for key, way in ways.items():
         if why := too_many_escapes(way.escapes, nested.original.num_experts, *nested.original.sizes[key]):
             return f"{key}: {why}"
-    swap = ExpertSwap(paths, requires_grad)
+    laid = {key: Laid.of(getattr(given, key)) for key in nested.names} if shared else None
+    swap = ExpertSwap(paths, requires_grad, laid=laid)
     try:
         for key, way in ways.items():
             nested.hold_rows_(key, way.parts())
+        if shared:
+            split_experts(nested, mesh_of(model))
         done.append(swap)
         swap.put_nested(model, nested)
     except BaseException:
-        if model.get_submodule(path) is dense:  # else they are nested, and undone like those before them
+        if model.get_submodule(path) is given:  # else they are nested, and undone like those before them
             for way in ways.values():
                 way.restore()
         raise

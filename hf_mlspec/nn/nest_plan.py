@@ -11,10 +11,11 @@ from torch import nn
 from ..formats.nested import BLOCK
 from ..ops.nested.tiles_cuda import LARGEST_SCALE
 from .adapters import of_adapters
-from .castable import listed, unfit, unfit_linear
+from .castable import listed, part_of_experts, unfit, unfit_linear
 from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
 from .nested import is_table
+from .shards import is_sharded, local, unfit_part
 from .transforms import TransformedLinear
 
 TOO_LARGE = 2.0 ** (LARGEST_SCALE + 1 - 127)  # the least magnitude whose block the tiles of a GPU refuse: 2^32
@@ -49,7 +50,7 @@ def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
                 plan.experts.setdefault(first.setdefault(id(module), path), []).append(path)
         if not is_dense(module) or unfit_linear(module, BLOCK):
             continue
-        if why := _unfit(module, owners):
+        if why := _unfit(module, owners) or unfit_part(model, path, module, BLOCK):
             plan.kept[path] = why
             continue
         name = first.setdefault(id(module), path)
@@ -61,7 +62,7 @@ def plan_of(model: nn.Module, kept: Iterable[str] = ()) -> Plan:
 
 def _unfit_experts(experts: nn.Module, path: str, owners: dict[int, list[nn.Module]]) -> str | None:
     """Why experts that blocks of 32 divide are not nested."""
-    for key in ExpertModule.of(experts, path).sizes:
+    for key in ExpertModule.of(part_of_experts(experts), path).sizes:
         weight = getattr(experts, key)
         if weight.dtype != torch.bfloat16:
             return f"its {key} is {weight.dtype}"
@@ -102,11 +103,14 @@ def _unfit(linear: nn.Module, owners: dict[int, list[nn.Module]]) -> str | None:
     if not linear.weight.is_meta and TOO_LARGE <= _largest(linear.weight.detach()) < float("inf"):
         return "it holds a value of 2^32 or larger, which the kernels of GPUs do not take"
     others = [module for module in owners[id(linear.weight)] if module is not linear]
+    if others and is_sharded(linear):
+        return "it is tied to a table, and processes share it"
     odd = [module for module in others if not is_table(module)] or others[1:]
     return f"its weight is shared with a {type(odd[0]).__name__}" if odd else None
 
 
 def _largest(weight: torch.Tensor) -> float:
+    weight = local(weight)
     return max(abs(float(end)) for end in torch.aminmax(weight))
 
 

@@ -14,6 +14,7 @@ from .hooks import keep_hook
 from .linear import KernelLinear
 from .nested import NestedEmbedding, NestedLinear
 from .nested_experts import NestedExperts
+from .shards import EXPERTS, Laid, run_as
 
 _HOOKS = (
     "_forward_hooks",
@@ -66,12 +67,37 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class PartSwap:
+    """Where a linear stands whose weight processes share, and how they do."""
+
+    paths: list[str]
+    style: str
+    laid: Laid
+
+    def put_nested(self, model: nn.Module, layer: NestedLinear) -> None:
+        """``layer`` in the linear's place."""
+        _take_over(model.get_submodule(self.paths[0]), layer)
+        _put(model, self.paths, layer)
+
+    def put_back(self, model: nn.Module) -> None:
+        """The linear with this process's part of its weight."""
+        layer = model.get_submodule(self.paths[0])
+        if not is_nested(layer):
+            return
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        linear.weight, linear.bias = self.laid.whole(layer.dequantized(torch.bfloat16)), layer.bias
+        _take_over(layer, linear)
+        _put(model, self.paths, run_as(linear, self.style, self.laid.mesh))
+
+
+@dataclass(frozen=True)
 class ExpertSwap:
-    """Where a module of experts stands, and what its weights were or are to be."""
+    """Where a module of experts stands, and what its weights were or are to be; laid: how processes share them."""
 
     paths: list[str]
     requires_grad: bool = False
     dtype: torch.dtype = torch.bfloat16
+    laid: dict[str, Laid] | None = None
 
     def put_nested(self, model: nn.Module, experts: NestedExperts) -> None:
         """``experts`` in place of the dense ones."""
@@ -86,14 +112,21 @@ class ExpertSwap:
         dense = experts.dequantized_module(self.dtype)
         for key in experts.names:
             getattr(dense, key).requires_grad_(self.requires_grad)
+        for key, laid in (self.laid or {}).items():
+            dense._parameters[key] = laid.whole(getattr(dense, key).detach())
+        if self.laid:
+            run_as(dense, EXPERTS, laid.mesh)
         _take_over(experts, dense)
         _put(model, self.paths, dense)
 
 
+AnySwap = Swap | PartSwap | ExpertSwap
+
+
 @contextmanager
-def undone(model: nn.Module) -> Iterator[list[Swap | ExpertSwap]]:
+def undone(model: nn.Module) -> Iterator[list[AnySwap]]:
     """A list for what is nested inside; whatever is raised there, an interrupt too, all of it is put back."""
-    done: list[Swap | ExpertSwap] = []
+    done: list[AnySwap] = []
     try:
         yield done
     except BaseException:
@@ -102,7 +135,7 @@ def undone(model: nn.Module) -> Iterator[list[Swap | ExpertSwap]]:
         raise
 
 
-def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[Swap | ExpertSwap]:
+def nested_swaps(model: nn.Module, requires_grad: bool, dtype: torch.dtype) -> list[AnySwap]:
     """All that is nested in a model; requires_grad, dtype: of the weights that it is to get back."""
     linears: dict[int, list[str]] = {}
     tables: dict[int, list[str]] = {}

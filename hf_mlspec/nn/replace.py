@@ -18,7 +18,18 @@ from .hooks import keep_hook, offloads
 from .nested import NestedEmbedding
 from .packed import PackedLinear, PackedModule
 from .settings import cache_settings
-from .shards import is_sharded, local_linear, require_castable_shards, split_as, style_of
+from .shards import (
+    EXPERTS,
+    is_sharded,
+    local_experts,
+    local_linear,
+    mesh_of,
+    require_castable_shards,
+    split_as,
+    split_experts,
+    style_of,
+    without_bias,
+)
 from .transforms import NONE, Transform
 
 _HOOK_TABLES = (
@@ -175,8 +186,13 @@ def _replace(draft: nn.Module, cast: Cast, kept: dict[str, str], dense: torch.dt
     return len(done)
 
 
-def _cast_part(model: nn.Module, linear: nn.Module, name: str, cast: Cast) -> nn.Module:
-    return split_as(cast.layer(local_linear(linear), name), linear, style_of(model, name))
+def _cast_part(model: nn.Module, module: nn.Module, name: str, cast: Cast) -> nn.Module:
+    """Of this process's part of a linear, dense or nested, or of experts."""
+    mesh = mesh_of(model)
+    if style_of(model, name) == EXPERTS:
+        return split_experts(cast.layer(local_experts(module), name), mesh)
+    own = local_linear(module) if isinstance(module, nn.Linear) else without_bias(module)
+    return split_as(cast.layer(own, name), module, style_of(model, name), mesh)
 
 
 def _is_cast(head: nn.Module | None, cast: Cast) -> bool:

@@ -175,6 +175,50 @@ def test_models_that_cannot_be_shared_are_refused_on_all_processes():
 
 
 @pytest.mark.slow
+def test_experts_and_nested_weights_are_shared_and_all_raise_where_one_process_fails():
+    done = started("parts-and-fails")
+    assert done.returncode == 0, done.stderr
+    found = told(done)
+    require_parts(found["parts"])
+    require_failures(found["fails"])
+
+
+def require_parts(found: dict) -> None:
+    for name in ("mixtral", "qwen3_moe"):
+        own = found[name]
+        assert own["engine"] == ["cpu", "cpu"]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("stock", "cast", "together", "device"):
+            assert own[chain] == own["alone"], (name, chain)
+    assert found["mixtral"]["packed experts"] == [2, 2]
+    assert found["qwen3_moe"]["packed experts"] == [1, 1]  # the other layer has an MLP
+    for name, kinds in (("nested", ["NestedLinear"]), ("nested mixture", ["NestedExperts", "NestedLinear"])):
+        own = found[name]
+        assert own["engine"] == ["cpu", "cpu"]
+        assert own["kinds"] == [kinds, kinds]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("exact", "nested", "nested+mxfp4", "mxfp4", "together"):
+            assert own[chain] == own["alone"], (name, chain)
+        assert own["drafted"][0] == own["drafted"][1] > 0
+    assert "up_proj.weight holds 1 NaN or Inf" in found["nan on one"][1]
+    assert found["nan on one"][0].startswith("RankFailed: rank 1 of 2 that share the model failed: ValueError: nest:")
+    assert found["as before"] == [True, True]
+
+
+def require_failures(found: dict) -> None:
+    """All raise, and later calls are right."""
+    for name, own in found.items():
+        assert own["right"] == [True, True], name
+        assert max(own["seconds"]) < 30
+        if name == "on_all":
+            assert all("num_beams" in error for error in own["errors"])
+            continue
+        other, failed = own["errors"]
+        assert failed == "OutOfMemoryError: no memory, says the test", name
+        assert other == f"RankFailed: rank 1 of 2 that share the model failed: {failed}", name
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_ends_all_within_half_a_minute():
     done = started("die")
     assert done.returncode != 0

@@ -1,9 +1,9 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
 from .description import NORMS, Description, Mixture
-from .interpret import CPU, described, linear_shape, outline, require_format, require_known
+from .interpret import CPU, OF_ATTENTION, described, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
-from .mixture import ExpertBlock, routing_said
+from .mixture import ExpertBlock, has_experts, routing_said
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
@@ -12,6 +12,7 @@ __all__ = [
     "FIRST_POSITIONS",
     "KNOWN",
     "NORMS",
+    "OF_ATTENTION",
     "ON_THE_CPU_ALONE",
     "Block",
     "Description",
@@ -23,6 +24,7 @@ __all__ = [
     "UnknownArchitecture",
     "described",
     "grown_positions",
+    "has_experts",
     "linear_shape",
     "outline",
     "require_format",

@@ -35,7 +35,7 @@ from .scales import embedding_scale, logit_scale, named, scale_blocks
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, nn.Conv1d, TransformedLinear}
-_OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
+OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
@@ -298,11 +298,11 @@ def _block(entry: Description, config, layer: nn.Module, index: int, rope_table:
         experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
     except UnreadExperts as error:
         raise UnknownArchitecture(str(error)) from None
-    places = {name: place for name, place in entry.linears.items() if experts is None or name in _OF_ATTENTION}
+    places = {name: place for name, place in entry.linears.items() if experts is None or name in OF_ATTENTION}
     norms, delta = entry.norms, None
     if entry.delta is not None and getattr(layer, entry.delta.net, None) is not None:
         delta = delta_net(entry.delta, layer, index)
-        places = {name: place for name, place in places.items() if name not in _OF_ATTENTION}
+        places = {name: place for name, place in places.items() if name not in OF_ATTENTION}
         places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}
         norms = {name: place for name, place in norms.items() if name not in ("q", "k")}
     modules = {name: _part(layer, place) for name, place in places.items()}

@@ -86,6 +86,11 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
     )
 
 
+def has_experts(entry: Mixture, layer: nn.Module) -> bool:
+    """Whether a layer has experts in place of an MLP."""
+    return _at(layer, entry.router) is not None
+
+
 def routing_said(entry: Mixture, modules: list[nn.Module]) -> tuple:
     """What `expert_block` reads of routers and experts beside their parameters: numbers, and of a bias of the choice
     where it lies and how often it changed."""

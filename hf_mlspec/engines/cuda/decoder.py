@@ -189,7 +189,9 @@ class CudaDecoder:
 
     def _of_all_ranks(self, added: Tensor | ExpertRows) -> Tensor | ExpertRows:
         """What a block adds, of which this process has a part."""
-        return added if self.ranks is None else self.ranks.summed(added)
+        if self.ranks is None:
+            return added
+        return self.ranks.summed(added.summed() if isinstance(added, ExpertRows) else added)
 
     def _position_rows(self, ids: Tensor, starts: Tensor, packing: Packing | None) -> Tensor:
         """Learned embeddings of the positions of a step's tokens; of padding, of any."""

@@ -18,6 +18,7 @@ from ...engines.lanes import KeptState, Lane
 from ...engines.memory import copy_quietly, out_of_memory
 from ...engines.prefixes import BLOCK, KeptPrefixes
 from ...engines.rows import up_to_growth
+from ...nn.agreement import raise_if_shared
 from ...nn.shards import is_shared
 from ...nn.state import say_once
 from ...speculation.deferred import inside
@@ -195,6 +196,7 @@ class LongPrompts:
         try:
             self._read(found, lane, tokens)
         except Exception as error:  # whatever a model raises
+            raise_if_shared(self.target.model, error)
             if lane.engine is self.target:
                 found.one.fail(error)
                 return

@@ -15,6 +15,7 @@ import torch
 from transformers.generation import LogitsProcessorList
 
 from ...engines.modules.attention import ragged_attention_on
+from ...nn.agreement import raise_if_shared
 from ...nn.state import say_once
 from ...speculation.loop import Emit, Loop, Stop
 from ...speculation.rounds.beginning import Beginnings
@@ -112,18 +113,21 @@ class StreamRounds:
             self._suspect(error)
             return
         model = self.chain.target.runner.model
+        raise_if_shared(model, error)
         say_once(model, f"{type(model).__name__} continues its stream step by step: {error}")
         self._too_long = min(map(_end, rows)) if isinstance(error, NoRoom) else 0
         self._break(error)
 
     def _suspect(self, error: Exception) -> None:
         """Levels may have raised it: the target goes on alone, and where that does better, they did (`goes_on`)."""
+        raise_if_shared(self.chain.target.runner.model, error)
         self._break(error)
         _without_levels(self.chain)
         self._suspected = error
 
     def leave_out(self, error: Exception) -> None:
         """A level failed outside of rounds: from now on the target is alone, with the same tokens."""
+        raise_if_shared(self.chain.target.runner.model, error)
         if self.is_captured:
             self._break(error)
         elif self.loop.rounds is not None:

@@ -18,6 +18,7 @@ from ...engines.modules.attention import ragged_attention_on
 from ...engines.prefixes import bytes_of
 from ...engines.rows import require_memory
 from ...nn.adapters import without_wrapper
+from ...nn.agreement import agreed, raise_if_shared
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
@@ -98,11 +99,11 @@ def _made(
     _check_call(model, requests, max_batch, tokenizer)
     chunk, budget = chunk_of(prefill_chunk), bytes_of(prefix_cache, "prefix_cache")
     prepare = Preparation(model, tokenizer, vocab_size(model), defaults).checked()
-    config = SpeculationConfig.of(speculation_config)
     rules: list[RowRule] = []
-    levels = [] if assistant_models is None else assistant_models
-    chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers)
-    prompts = LongPrompts(chain, model.device, chunk, budget)
+    levels, config = [] if assistant_models is None else assistant_models, SpeculationConfig.of(speculation_config)
+    with agreed(model):
+        chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers)
+        prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)
     return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, live, telling, prompts)
@@ -141,7 +142,12 @@ class _Stream:
                 yield from told
 
     def rounds_told(self) -> Iterator[list[Completion | NewTokens]]:
-        """The loop: refill, one round, yield new tokens and completions; in between the caller's code runs."""
+        """What rounds bring; in between the caller's code runs."""
+        with agreed(self.model):
+            yield from self._rounds_told()
+
+    def _rounds_told(self) -> Iterator[list[Completion | NewTokens]]:
+        """The loop: refill, one round, yield new tokens and completions."""
         going: list[int] = []
         keep_stats(self.model, self.told)
         try:
@@ -219,6 +225,7 @@ class _Stream:
             opening = self.prompts.opening(one, self.rounds.drafting)
             self._require_memory(one, opening.nbytes)
         except Exception as error:  # whatever is wrong with one request, the others go on
+            raise_if_shared(self.model, error)
             if isinstance(request, Request):
                 request.end_stream()
             return Completion(request, [], [], "error", error)
@@ -227,6 +234,7 @@ class _Stream:
         try:
             joins = one.error is None and self.prompts.take(number, one, opening)
         except Exception as error:  # no memory to read it into: the others go on
+            raise_if_shared(self.model, error)
             one.fail(error)
         if one.error is not None:
             one.stats.seconds = time.perf_counter() - one.began
