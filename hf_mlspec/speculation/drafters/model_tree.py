@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...engines.engine import Engine, Guess
+from ...engines.engine import Engine
 from ...engines.trees import END, Parents
 from ..checker import catch_up, roll_back
 from ..draft import Draft, Rows
