@@ -190,7 +190,7 @@ def _check_tree(tree, num_draft_tokens: list) -> None:
     """Raise TypeError or ValueError unless these are widths of a tree that fits so many draft tokens, [] or [None]:
     any number."""
     if not isinstance(tree, (list, tuple)):
-        raise TypeError(f"tree is {tree!r}: it takes the most tokens behind a token by depth, a list such as [3, 2, 1]")
+        raise TypeError(f"tree is {tree!r}: it takes the most tokens behind one, by depth, a list such as [3, 2, 1]")
     if not tree or not all(_is_count(width, 1) for width in tree):
         raise ValueError(f"tree is {tree!r}: every depth has a positive number of tokens, as in [3, 2, 1]")
     depth = (num_draft_tokens or [None])[0] or len(tree)
@@ -205,8 +205,8 @@ def _check_tree(tree, num_draft_tokens: list) -> None:
         nodes += width
     if nodes > MOST_NODES:
         raise ValueError(
-            f"tree is {tree!r} with drafts of up to {depth} tokens, {nodes} tokens in all, and at most {MOST_NODES} are "
-            "checked together: ask for fewer"
+            f"tree is {tree!r} with drafts of up to {depth} tokens, {nodes} tokens in all, and at most {MOST_NODES} "
+            "are checked together: ask for fewer"
         )
 
 

@@ -34,8 +34,8 @@ class Part:
     """What one level of a chain is made of, the target or one below it.
 
     engine, sampler: of a level with a model; the sampler is made when the chain is. drafter: instead, a lookup that is
-    ready. num_draft_tokens: the most it drafts before the level above checks. tree: of a level with a model that drafts
-    trees, the most tokens behind a token, by depth. across: makes of its drafter one in the
+    ready. num_draft_tokens: the most it drafts before the level above checks. tree: of a level with a model that
+    drafts trees, the most tokens behind a token, by depth. across: makes of its drafter one in the
     vocabulary of the level above, None where both speak the same.
     """
 

@@ -165,7 +165,8 @@ class Sampler:
     def _process_trees(
         self, scores: Tensor, rows: Rows, guesses: Rows, parents: list[Parents], lengths: list[int]
     ) -> Tensor:
-        """`_process_by_length` of positions that are nodes of trees: nothing behind a forbidden node is asked."""
+        """`_process_by_length` of positions that are nodes of trees: nothing behind a forbidden node is asked. A row
+        is in a call of the processors once, as in decoding token by token."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for r, row in enumerate(rows):
             generated = len(row) - self.prompt_lengths[self.row_ids[r]]
@@ -180,7 +181,10 @@ class Sampler:
                 continue
             r_index, j_index = [r for r, _ in places], [node + 1 for _, node in places]
             prefixes = [rows[r] + [guesses[r][n] for n in path(parents[r], node)] for r, node in places]
-            processed = self.process(prefixes, scores[r_index, j_index], [self.row_ids[r] for r in r_index])
+            processed = scores[r_index, j_index]
+            for some in _once_each(r_index):
+                numbers = [self.row_ids[r_index[i]] for i in some]
+                processed[some] = self.process([prefixes[i] for i in some], processed[some], numbers)
             scores[r_index, j_index] = processed
             behind = [(i, r, child) for i, (r, node) in enumerate(places) for child in below[r].get(node, ())]
             if not behind:
@@ -225,6 +229,17 @@ def drawn(
     key = torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64)], device=scores.device)
     tokens, confidence = ops.choose_rows(scores.reshape(-1, vocab), 0.0, key, places[0], places[1])
     return tokens.long().view(batch, count), confidence.view(batch, count)
+
+
+def _once_each(rows: list[int]) -> list[list[int]]:
+    """The places of a list in groups in which no entry comes twice."""
+    groups: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        number = seen[row] = seen.get(row, -1) + 1
+        groups += [[]] if number == len(groups) else []
+        groups[number].append(place)
+    return groups
 
 
 def _offsets(parents: list[Parents], count: int) -> Tensor:

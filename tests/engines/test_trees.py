@@ -1,4 +1,4 @@
-"""Does every node of a tree get what a row that ends with it would get, and does the cache keep the path that it should?"""
+"""Does every node of a tree get what a row that ends with it would get, and does the cache keep the right path?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ compiled = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled k
 ROWS = [[5, 9, 3, 14, 15, 9, 2, 6], [7, 30, 12]]
 TOKENS = [[11, 21, 12, 13, 22, 14, 11, 15], [40, 41]]
 PARENTS = [[-1, -1, 0, 0, 1, 2, 3, 5], [-1, 0]]
-KINDS = ["llama", "mistral", "gemma2", "gpt2", "phi3", "mixtral"]  # windows of 7, soft caps, learned positions, experts
+KINDS = ["llama", "mistral", "gemma2", "gpt2", "phi3", "mixtral"]  # windows, soft caps, learned positions, experts
 
 
 def guess(tokens: list[list[int]] = TOKENS, parents: list[list[int]] = PARENTS) -> Guess:
@@ -131,7 +131,7 @@ def test_the_cache_keeps_a_path(kind, kept_nodes):
         for r, end in enumerate(ends):
             for found, wanted in zip(kept(engine, r, end), kept(alone, r, end), strict=True):
                 torch.testing.assert_close(found, wanted, rtol=0 if exact else 1e-9, atol=0 if exact else 1e-9)
-        more = [row + [17] for row in rows]
+        more = [[*row, 17] for row in rows]
         found, wanted = engine.feed(more), alone.feed(more)
         torch.testing.assert_close(found, wanted, rtol=0 if exact else 1e-9, atol=0 if exact else 1e-9)
 

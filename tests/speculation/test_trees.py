@@ -1,4 +1,4 @@
-"""What is kept of a draft that is a tree, what do lookups and models make of one, and is the target's distribution kept?"""
+"""What is kept of a draft that is a tree, what do lookups and models make of one, and what is written with it?"""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_lookups_forget_what_was_rejected():
     tree.start(2, CPU)
     rows = [[1, 2, 3, 1, 2], [4, 5, 4]]
     fresh = tree.propose(rows, [3, 3]).rows()
-    tree.propose([row + [9, 9] for row in rows], [3, 3])
+    tree.propose([[*row, 9, 9] for row in rows], [3, 3])
     tree.rollback([5, 3])
     assert tree.propose(rows, [3, 3]).rows() == fresh
     tree.select([1])
@@ -119,7 +119,8 @@ def model_tree(probs: torch.Tensor, widths: list[int], threshold: float = 0.0, s
 
 
 def test_a_model_proposes_its_likeliest_tokens_at_every_place():
-    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.15, 0.05], [0.25, 0.4, 0.05, 0.3], [0.6, 0.3, 0.08, 0.02]])
+    lines = [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.15, 0.05], [0.25, 0.4, 0.05, 0.3], [0.6, 0.3, 0.08, 0.02]
+    probs = torch.tensor(lines)
     drafter = model_tree(probs, [2, 2], seed=None)
     drafter.start(1, CPU)
     draft = drafter.propose([[1, 0]], [3])
@@ -131,7 +132,8 @@ def test_a_model_proposes_its_likeliest_tokens_at_every_place():
     sure = model_tree(probs, [3, 1], threshold=0.65, seed=None)
     sure.start(1, CPU)
     draft = sure.propose([[0, 1]], [3])
-    assert draft.rows() == [[0, 2, 1, 3]] and draft.parents == [[-1, -1, -1, 0]]  # behind 1: 0 is sure
+    assert draft.rows() == [[0, 2, 1, 3]]  # 0 is sure behind 1, and nothing behind 0
+    assert draft.parents == [[-1, -1, -1, 0]]
 
 
 def test_a_model_that_samples_proposes_what_the_shared_noise_prefers():
@@ -186,8 +188,8 @@ def test_processors_read_the_tokens_before_a_node(rows):
     sampler.start(1)
     logits = torch.randn(1, 7, 64)
     guess = Guess(torch.tensor([GUESSES]), [6], [PARENTS])
-    for found, wanted in zip(sampler.scores(logits, [[4, 5]], guess)[0], of_rows(sampler, logits, [4, 5]), strict=True):
-        assert torch.equal(found, wanted)
+    found = sampler.scores(logits, [[4, 5]], guess)[0]
+    assert torch.equal(found, torch.stack(of_rows(sampler, logits, [4, 5])))
 
 
 def test_processors_are_not_asked_behind_what_they_forbid():

@@ -25,8 +25,8 @@ def tree_of(lookup: Drafter, widths: list[int]) -> LookupTree:
 
 
 def require_tree_level(part: Part, widths: list[int], above: Engine, name: str) -> None:
-    """ValueError where the last level cannot draft a tree, or the level `name` above it, with this engine, cannot check
-    one."""
+    """ValueError where the last level cannot draft a tree, or the level `name` above it cannot check one, with this
+    engine."""
     said = f"tree is {widths}, and level {part.name}"
     if part.engine is not None and not part.engine.can.trees:
         raise ValueError(f"{said} {_why_not(part.engine)}, which goes through rows alone: {_REMEDY}")
