@@ -28,10 +28,10 @@ class SpeculationConfig:
         the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target with all its
         weight bits and fewer activation bits, as in QSpec. On a GPU a level above another one drafts in whole rounds
         of that one: as many as reach the number, a single one from 16 rows on.
-    tree: the last level drafts a tree instead of a row, which the level above checks in one pass (docs/guide/trees.md):
-        the most tokens that it proposes behind a token, by depth, as in [3, 2, 1]; one behind the last of these depths,
-        to `num_draft_tokens`, which is as many as there are depths where it is None. Lengths are then not chosen. None:
-        drafts are rows.
+    tree: the last level drafts a tree instead of a row, which the level above checks in one pass
+        (docs/guide/trees.md): the most tokens that it proposes behind a token, by depth, as in [3, 2, 1]; one behind
+        the last of these depths, to `num_draft_tokens`, which is as many as there are depths where it is None. Lengths
+        are then not chosen. None: drafts are rows.
     confidence_threshold: a level stops drafting after a token whose probability is below this, 0 <= t < 1, 0 turns it
         off; one for all levels or one per level. A number fixes the lengths of drafts, as does one in a level's
         generation_config. None: the level's own `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65
