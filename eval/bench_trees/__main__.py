@@ -2,9 +2,10 @@
 
     python -m eval.bench_trees --model FOLDER --level lookups --tree 3,2 --tree 4 --num-draft-tokens 8 --prompts FILE
 
-Decodes each batch of prompts with the target alone, with rows, and with each tree, one after the other, greedily: tokens
-a pass of the target, processor time beside the target's alone (the median over batches, so that other programs count
-little), and the tokens that differ from those of the target alone.
+Decodes each batch of prompts with the target alone, with rows, and with each tree, one after the other, greedily:
+tokens a pass of the target, processor time beside the target's alone (the median over batches, so that other programs
+count little), and the tokens that differ from those of the target alone. Every contender has a table of n-grams of its
+own, which grows from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -79,7 +80,13 @@ def configs(args: argparse.Namespace) -> dict[str, dict | None]:
     return found
 
 
-def decode(model: PreTrainedModel, inputs: dict, levels: list[str], config: dict | None, tokens: int) -> tuple:
+def levels_of(words: list[str], contenders: dict) -> dict[str, list]:
+    """The levels of every contender; a table that grows is nobody else's."""
+    made = {"ngram": NGram, "lookups": lambda: LookupTree([PromptLookup(), NGram()])}
+    return {name: [made[word]() if word in made else word for word in words] for name in contenders}
+
+
+def decode(model: PreTrainedModel, inputs: dict, levels: list, config: dict | None, tokens: int) -> tuple:
     """(ids, seconds of the processor) of one batch."""
     began = time.process_time()
     out = model.generate(
@@ -96,12 +103,13 @@ def main(argv: list[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     pad = tokenizer.pad_token_id or 0
     contenders = configs(args)
+    levels = levels_of(args.level, contenders)
     for file in args.prompts:
         rows = [tokenizer(text)["input_ids"] for text in read_prompts(file, args.count)]
         counted = {name: Counted() for name in contenders}
         for first in range(0, len(rows), args.batch_size):
             inputs = padded(rows[first : first + args.batch_size], pad=pad)
-            count_batch(model, inputs, contenders, counted, args, warm=first == 0)
+            count_batch(model, inputs, contenders, levels, counted, args.max_new_tokens, warm=first == 0)
         print(f"\n{file}: {len(rows)} prompts, batch {args.batch_size}, {args.max_new_tokens} tokens")
         print(f"{'':<24} {'tokens/pass':>12} {'accepted':>10} {'x alone (cpu)':>14} {'differing':>10}")
         for name, one in counted.items():
@@ -111,14 +119,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def count_batch(
-    model: PreTrainedModel, inputs: dict, contenders: dict, counted: dict[str, Counted], args: argparse.Namespace, *,
+    model: PreTrainedModel, inputs: dict, contenders: dict, levels: dict, counted: dict[str, Counted], tokens: int, *,
     warm: bool,
 ) -> None:  # fmt: skip
-    """Decode one batch with every contender; warm: once before it counts."""
+    """Decode one batch with every contender; warm: the first tokens once before it counts."""
     width, ends, alone = inputs["input_ids"].shape[1], ends_of(model), None
     for name, config in contenders.items():
-        for _ in range(2 if warm else 1):
-            out, seconds = decode(model, inputs, args.level, config, args.max_new_tokens)
+        if warm:
+            decode(model, inputs, levels[name], config, 4)
+        out, seconds = decode(model, inputs, levels[name], config, tokens)
         stats, written, one = hf_mlspec.last_stats(model), new_ids(out, width, ends), counted[name]
         alone = alone or (written, seconds)
         one.beside.append(alone[1] / seconds)

@@ -1,9 +1,9 @@
 """How does the CPU decoder score trees of guesses, each node with the bits of a row of its own?
 
 Keys and values of all nodes are written behind the row and its longest branch. Attention then goes through the
-branches in depth-first order, and copies what a branch brings to the slots of its positions: a node sees the slots that
-a row of its own would have, and its sums are over the same slots in the same order (invariant 3). What is kept of a
-tree is copied there once more, where the branch that came last does not lie there already.
+branches in depth-first order, and copies what a branch brings to the slots of its positions: a node sees the slots
+that a row of its own would have, and its sums are over the same slots in the same order (invariant 3). What is kept of
+a tree is copied there once more, where the branch that came last does not lie there already.
 """
 
 from __future__ import annotations
