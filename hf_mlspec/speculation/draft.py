@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -36,7 +36,7 @@ class Draft:
         for parents, n in zip(self.parents or [], self.lengths, strict=self.parents is not None):
             require_tree(parents, n)
 
-    @property
+    @cached_property
     def branches(self) -> bool:
         """Whether the tokens of a row are something else than one row."""
         return self.parents is not None and any(own != list(range(END, len(own) - 1)) for own in self.parents)
