@@ -209,6 +209,9 @@ def test_no_page_recommends_the_slow_way_to_start():
     assert [page.name for page in pages if "python -m hf_mlspec" in page.read_text(encoding="utf-8")] == []
 
 
+ORANGE = "48;5;166"  # behind the tokens of the first level
+
+
 def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
     model, tokenizer = load_causal_lm(str(saved_model))
     console = Console(force_terminal=True, width=100, height=30, file=io.StringIO())
@@ -220,6 +223,9 @@ def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
     assert drafted == sorted(drafted)
     assert len(set(drafted)) > 2
     assert drafted[-1] == found.speculation.levels[0].drafted == table.finished.levels[0].drafted
+    assert table.palette.levels == ["the target", "mxfp4"]
+    accepted = found.speculation.levels[0].accepted
+    assert accepted == 0 or ORANGE in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(False, "  a: x 1, y 2"), (True, "─")])

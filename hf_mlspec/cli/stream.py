@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ..integration.call import last_stats
 from ..integration.compare import Comparison, accumulate
+from ..integration.stream.shown import Palette
 from .tables import LEVEL_COLUMNS, level_rows, table
 
 
@@ -72,12 +73,26 @@ class MarkedStream(TextStream):
 
 
 class LiveTable(TextStream):
-    """The same on a terminal, with the counts of every level below the text, renewed with each round."""
+    """The same on a terminal, each token in the colour of the level that drafted it, with the counts of every level
+    below the text, renewed with each round."""
 
     def __init__(self, console: Console, tokenizer: Any, model: Any) -> None:
         super().__init__(console, tokenizer)
+        self.palette = Palette()
         self.model, self.finished = model, Comparison().speculation
         self.live = Live(console=console, auto_refresh=False, transient=True)
+
+    def put_levels(self, levels: list[str | None]) -> None:
+        """Of the tokens of the next call of `put`; None: the target's own."""
+        self.coming = levels
+
+    def put(self, value: Any) -> None:
+        if self.prompt is not None:
+            known, tokens = len(self.ids), value.flatten().tolist()
+            for place, level in enumerate(self.coming[: len(tokens)], 1):
+                text = self.tokenizer.decode(self.ids[:known] + tokens[:place], skip_special_tokens=True)
+                self.spans.append((len(text), level))
+        super().put(value)
 
     def close(self) -> None:
         self.live.stop()
@@ -93,15 +108,25 @@ class LiveTable(TextStream):
         drawn = table("", LEVEL_COLUMNS, level_rows(counts.levels))
         room = max(3, self.console.height - len(counts.levels) - 7)
         lines = self._styled().wrap(self.console, self.console.width)[-room:]
-        self.live.update(Group(Text("\n").join(lines), drawn), refresh=True)
+        self.live.update(Group(Text("\n").join(lines), self.palette.legend(), drawn), refresh=True)
 
     def finish(self) -> None:
         self.live.stop()
         self.console.print(self._styled(), soft_wrap=True)
+        self.console.print(self.palette.legend())
         self.console.print()
         if (stats := last_stats(self.model)) is not None:
             accumulate(self.finished, stats)
 
     def _styled(self) -> Text:
         prompt = self.prompt or ""
-        return Text(prompt, style="dim").append(self.text[len(prompt) :], style="not dim bold")
+        shown, begin = Text(prompt, style="dim"), len(prompt)
+        for end, level in self.spans:
+            shown.append(self.text[begin:end], style="not dim bold " + self.palette.style(level))
+            begin = max(begin, end)
+        return shown.append(self.text[begin:], style="not dim bold")
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.spans: list[tuple[int, str | None]] = []  # of every new token: where its text ends, who drafted it
+        self.coming: list[str | None] = []

@@ -40,6 +40,7 @@ from .config import SpeculationConfig
 from .known import given_of
 from .levels.resolve import resolve
 from .levels.wiring import Chain, Wiring
+from .origins import Origins
 from .processing import Prompts, Stopping, calls_like, split_processors
 from .request import check_length, check_prompts, check_request, check_streamer, check_target
 from .returned_cache import ReturnedCache, check_given, check_no_states, take_over, tokens_in
@@ -143,13 +144,18 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
     with walking_once():
         chain = _chain(model, call, prompts, stop, state)
     _require_memory(model, call, chain, prompts, state)
-    record = Record(call.settings, call.streamer, len(prompts.rows))
+    record = Record(call.settings, call.streamer, len(prompts.rows), chain)
     chain.watched = state.last_stats = SpeculationStats(chain.counts)  # a streamer may watch them grow
     emit = record if record.listens else None
     if call.watch is not None:
         emit, chain.shelving = call.watch(chain, record), None  # whoever watches levels wants them at work
-    with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
-        stats, cache = _decode(chain, call, prompts, stop, emit)
+    try:
+        with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
+            stats, cache = _decode(chain, call, prompts, stop, emit)
+    finally:
+        if record.origins is not None:
+            record.origins.end()
+            chain.on_built = None
     stats.planes = planes
     state.last_stats = stats
     if chain.shelving is not None:
@@ -279,8 +285,11 @@ def loop_over(chain: Chain, captured: CapturedChain | None, device: torch.device
 class Record:
     """What is streamed and returned, collected round by round."""
 
-    def __init__(self, settings: GenerationConfig, streamer, batch: int):
+    def __init__(self, settings: GenerationConfig, streamer, batch: int, chain: Chain):
         self.settings, self.streamer, self.batch = settings, streamer, batch
+        self.origins = Origins(chain.drafter) if hasattr(streamer, "put_levels") else None
+        if self.origins is not None:
+            chain.on_built = self.origins.watch
         wanted = settings.return_dict_in_generate
         self.scores = [[] for _ in range(batch)] if wanted and settings.output_scores else None
         self.logits = [[] for _ in range(batch)] if wanted and settings.output_logits else None
@@ -292,12 +301,16 @@ class Record:
 
     def __call__(self, numbers: list[int], kept: Rows, verdict: Verdict) -> None:
         if self.streamer is not None and any(kept):
+            if self.origins is not None:  # a streamer that asks has one row
+                self.streamer.put_levels(self.origins.of(0, len(kept[0]), verdict))
             self.streamer.put(torch.tensor(kept[0] if self.batch == 1 else kept))
         for store, values in ((self.scores, verdict.scores), (self.logits, verdict.logits)):
             if store is not None:
                 for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):
                     # A copy: views would keep the rejected positions of every round alive.
                     store[number] += values[r, : len(tokens)].to(torch.float32, copy=True).unbind(0)
+        if self.origins is not None:
+            self.origins.forget()
 
     def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]

@@ -241,6 +241,8 @@ class _TimedStreamer:
 
     def __init__(self, streamer: Any) -> None:
         self.streamer, self.seconds = streamer, 0.0
+        if hasattr(streamer, "put_levels"):
+            self.put_levels = streamer.put_levels
 
     def put(self, value: Any) -> None:
         started = time.perf_counter()

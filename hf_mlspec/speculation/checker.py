@@ -28,6 +28,7 @@ class Verdict:
     logits, scores: float32 `[batch, k + 1, vocab]` before and after the logits processors; None after a greedy
         check inside the engine that was not asked for them.
     confidence: per row the checker's probabilities of the tokens, where a check inside the engine was asked for them.
+    drafted_by: name of the level whose draft it was, set by the loop; None where no level drafted.
     """
 
     tokens: Rows
@@ -35,6 +36,7 @@ class Verdict:
     logits: Tensor | None
     scores: Tensor | None
     confidence: list[list[float]] | None = None
+    drafted_by: str | None = None
 
 
 @dataclass(eq=False)

@@ -125,6 +125,7 @@ class Loop:
         begin = time.perf_counter()
         with self._leaving_rows():
             verdict = self.rounds.run(self.rows, self.stats)
+        verdict.drafted_by = self.rounds.drafted_by
         going = self._commit(verdict)
         self.stats.seconds += time.perf_counter() - begin
         self.rounds.account(self.stats)

@@ -119,6 +119,39 @@ def test_a_stream_whose_reader_leaves_is_closed(cell):
     assert cell
 
 
+class Asking:
+    """A streamer that is told which levels drafted."""
+
+    def __init__(self):
+        self.tokens, self.levels = [], []
+
+    def put_levels(self, levels):
+        self.levels += levels
+
+    def put(self, value):
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("levels", [[], [NEAR], ["mxfp4", NEAR]])
+def test_a_streamer_of_generate_may_ask_for_levels(levels):
+    asking, request = Asking(), Request([5, 6, 7], max_new_tokens=24)
+    options = {"assistant_models": levels, "speculation_config": {"num_draft_tokens": 3}, "do_sample": False}
+    out = TARGET.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=24, eos_token_id=[], streamer=asking, **options)
+    events = list(hf_mlspec.generate_stream(TARGET, [request], events=True, eos_token_id=[], **options))
+    assert [token for tokens in asking.tokens for token in tokens] == out[0].tolist()
+    assert asking.levels == [level for one in events[:-1] for level in one.levels]
+    assert len(asking.levels) == 24
+    assert len(set(asking.levels)) == len(levels) + 1
+    counts = hf_mlspec.last_stats(TARGET).levels
+    if levels:  # of what a level drafted, the target took what it is said to have drafted, or its guesses below
+        assert sum(name is not None for name in asking.levels) == counts[0].accepted
+    TARGET.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, **options)  # nobody asks now
+    assert len(asking.levels) == 24
+
+
 def test_what_is_no_stream():
     with pytest.raises(TypeError, match=r"str is nothing that generate_stream yields.*events=True"):
         list(show_levels(["text"], TOKENIZER))

@@ -24,14 +24,42 @@ _STYLES = "", "on dark_orange3", "on dodger_blue3", "on green4", "on medium_purp
 _EVERY = 0.1  # seconds between two pictures
 
 
+class Palette:
+    """A colour for every level. levels: their names in the order in which they were first seen."""
+
+    def __init__(self) -> None:
+        self.levels = [_TARGET]
+
+    def number(self, level: str | None) -> int:
+        """Of the level's colour; None: the target itself."""
+        name = level or _TARGET
+        if name not in self.levels:
+            self.levels.append(name)
+        return min(self.levels.index(name), len(_STYLES) - 1)
+
+    def style(self, level: str | None) -> str:
+        """For rich."""
+        return _STYLES[self.number(level)]
+
+    def background(self, level: str | None) -> str:
+        """For HTML."""
+        return _BACKGROUNDS[self.number(level)]
+
+    def legend(self) -> Text:
+        """The names in their colours."""
+        from rich.text import Text
+
+        return Text(" ").join(Text(level, style=self.style(level)) for level in self.levels)
+
+
 class Shown:
     """The texts of the requests of a stream, by level.
 
-    tokenizer: the target's. levels: their names in the order in which they were first seen.
+    tokenizer: the target's.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.levels = tokenizer, [_TARGET]
+        self.tokenizer, self._palette = tokenizer, Palette()
         self._rows: dict[int, list[tuple[str, str]]] = {}  # pieces of text and who drafted them, by id() of a request
         self._ends: dict[int, str] = {}
         self._pieces: dict[int, TextPieces] = {}
@@ -49,10 +77,8 @@ class Shown:
         row, pieces = self._rows[key], self._pieces[key]
         if isinstance(event, NewTokens):
             for token, level in zip(event.tokens, event.levels, strict=True):
-                name = level or _TARGET
-                if name not in self.levels:
-                    self.levels.append(name)
-                row.append((pieces.add([token]), name))
+                self._palette.number(level)  # colours in the order in which levels come
+                row.append((pieces.add([token]), level or _TARGET))
             return
         row.append((pieces.rest(), row[-1][1] if row else _TARGET))
         self._ends[key] = _end(event)
@@ -61,15 +87,12 @@ class Shown:
         """Of every request, in the order in which they began."""
         return ["".join(text for text, _ in row) for row in self._rows.values()]
 
-    def _number(self, level: str) -> int:
-        return min(self.levels.index(level), len(_STYLES) - 1)
-
     def _repr_html_(self) -> str:
         def mark(text: str, level: str) -> str:
-            colour = _BACKGROUNDS[self._number(level)]
+            colour = self._palette.background(level)
             return f'<span title="{html.escape(level)}" style="background:{colour}">{html.escape(text)}</span>'
 
-        legend = " ".join(mark(level, level) for level in self.levels)
+        legend = " ".join(mark(level, level) for level in self._palette.levels)
         rows = []
         for key, row in self._rows.items():
             spans = "".join(mark(text, level) for text, level in row if text)
@@ -78,13 +101,11 @@ class Shown:
         return f"<div><p>{legend}</p>{''.join(rows)}</div>"
 
     def __rich__(self) -> Text:
-        from rich.text import Text
-
-        found = Text(" ").join(Text(level, style=_STYLES[self._number(level)]) for level in self.levels)
+        found = self._palette.legend()
         for key, row in self._rows.items():
             found.append("\n\n")
             for text, level in row:
-                found.append(text, style=_STYLES[self._number(level)])
+                found.append(text, style=self._palette.style(level))
             found.append(f"\n{self._ends.get(key, '')}", style="dim")
         return found
 

@@ -8,8 +8,8 @@ from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
 from ..levels.wiring import Chain
+from ..origins import Origins
 from .events import NewTokens, TextPieces, token_logprobs
-from .origin import Origins
 from .request import Admitted, Completion
 
 
@@ -34,7 +34,7 @@ class Telling:
 
     def emit(self, loop: Loop, kept: Rows, verdict: Verdict) -> None:
         """Count and stream what every request gained in a round of this loop."""
-        drafted_by = loop.rounds.drafted_by
+        drafted_by = verdict.drafted_by
         for r, (number, tokens) in enumerate(zip(loop.numbers, kept, strict=True)):
             one = self.live[number]
             for _ in range(len(tokens) if drafted_by is None else bool(verdict.tokens[r])):
@@ -46,7 +46,7 @@ class Telling:
                 one.stream(torch.tensor(tokens))
             if self._gained is not None:
                 event = self._gained[number] = NewTokens(one.request, list(tokens))
-                event.levels = self._origins.of(r, len(tokens), verdict.accepted[r], drafted_by)
+                event.levels = self._origins.of(r, len(tokens), verdict)
                 if one.request.logprobs is not None:
                     event.logprobs = token_logprobs(verdict.logits[r], event.tokens, one.request.logprobs)
         if self._origins is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ...speculation.draft import Drafter
-from ...speculation.drafters.checked import CheckedDrafter, proposer
+from ..speculation.checker import Verdict
+from ..speculation.draft import Drafter
+from ..speculation.drafters.checked import CheckedDrafter, proposer
 
 
 class Origins:
@@ -23,9 +24,9 @@ class Origins:
         if isinstance(drafter, CheckedDrafter):
             drafter.checker.on_check = self._saw
 
-    def of(self, row: int, count: int, accepted: int, drafted_by: str | None) -> list[str | None]:
-        """The levels of a row's `count` new tokens, of which so many as were accepted were drafted. drafted_by: as of
-        `Rounds`."""
+    def of(self, row: int, count: int, verdict: Verdict) -> list[str | None]:
+        """The levels of the `count` tokens that a row gained by the last round's verdict, None where no level did."""
+        drafted_by, accepted = verdict.drafted_by, verdict.accepted[row]
         if self.drafter is None or drafted_by is None:
             return [None] * count
         names: list[str | None] = []
@@ -40,6 +41,12 @@ class Origins:
     def forget(self) -> None:
         """The round is over."""
         self._checks.clear()
+
+    def end(self) -> None:
+        """Nobody asks any more: the levels, which may stay for other calls, hold no more what they checked."""
+        if isinstance(self.drafter, CheckedDrafter):
+            self.drafter.checker.on_check = None
+        self.forget()
 
     def _saw(self, drafted: list[int], accepted: list[int], alive: list[bool]) -> None:
         self._checks.append((list(accepted), list(alive)))
