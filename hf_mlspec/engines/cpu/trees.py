@@ -76,13 +76,7 @@ def scored_trees(
     )
     engine._count(1, time.perf_counter() - begin)
     engine.lengths = [tree.end if on else have for tree, on, have in zip(trees, alive, engine.lengths, strict=True)]
-    # Positions in the order of the guess, out of those in the order of the call.
-    sizes = [len(tree.place) + 1 if on else 0 for tree, on in zip(trees, alive, strict=True)]
-    offsets = [0, *accumulate(sizes)][:-1]
-    order = [
-        [first, *(first + 1 + tree.place[node] for node in range(size - 1))] if size else []
-        for tree, first, size in zip(trees, offsets, sizes, strict=True)
-    ]
+    order = _in_the_guess(trees, alive)
     flat = [place for line in order for place in line]
     bests, sure = best.tolist(), confidence.tolist()
     return (
@@ -91,3 +85,13 @@ def scored_trees(
         logits[flat] if wanted[1] else logits,
         trees,
     )
+
+
+def _in_the_guess(trees: list[FedTree], alive: list[bool]) -> list[list[int]]:
+    """Where in the call, row by row, each position of the guesses is scored."""
+    sizes = [len(tree.place) + 1 if on else 0 for tree, on in zip(trees, alive, strict=True)]
+    firsts = [0, *accumulate(sizes)][:-1]
+    return [
+        [first, *(first + 1 + tree.place[node] for node in range(size - 1))] if size else []
+        for tree, first, size in zip(trees, firsts, sizes, strict=True)
+    ]
