@@ -9,6 +9,7 @@ from models import EOS, alone, letters, near, prompts, refused, tiny, together
 
 import hf_mlspec
 from hf_mlspec import Request, SpeculationConfig, generate_stream
+from hf_mlspec.evaluation import record_trace
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.draft import Draft
 from hf_mlspec.speculation.stats import LevelStats
@@ -158,3 +159,8 @@ def test_targets_that_cannot_check_a_tree_are_refused():
     how = {"assistant_models": ["lookups"], "speculation_config": {"tree": [2], "engine": "cuda"}}
     with pytest.raises(ValueError, match=r"checked by the target, which runs on engine 'cuda': .*leave tree"):
         COMPILED.generate(**prompts([5]), max_new_tokens=5, **how)
+
+
+def test_traces_tell_of_rows():
+    with pytest.raises(ValueError, match=r"tree is \[2\]: a trace tells of drafts that are rows; leave tree out"):
+        record_trace(TARGET, None, [[1, 2]], ["lookups"], max_new_tokens=2, speculation_config={"tree": [2]})
