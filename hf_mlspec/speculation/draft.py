@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Guess, Rows, Scores
-from ..engines.trees import END, Parents, require_tree
+from ..engines.trees import END, Parents, depths, require_tree
 from .stats import LevelStats
 
 __all__ = ["Draft", "Drafter", "Rows"]
@@ -40,6 +40,11 @@ class Draft:
     def branches(self) -> bool:
         """Whether the tokens of a row are something else than one row."""
         return self.parents is not None and any(own != list(range(END, len(own) - 1)) for own in self.parents)
+
+    @property
+    def deepest(self) -> list[int]:
+        """Per row the tokens of its longest branch."""
+        return [max(depths(own), default=0) for own in self.parents] if self.branches else self.lengths
 
     def guess(self) -> Guess | None:
         """The tokens and their lengths, as an engine takes them; None where nothing at all is proposed."""

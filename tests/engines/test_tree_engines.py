@@ -69,7 +69,9 @@ def test_what_is_no_tree_is_refused(parents, nodes, words):
 def test_a_draft_knows_whether_it_branches():
     assert not Draft.trees([[1, 2], []], [[-1, 0], []]).branches
     assert Draft.trees([[1, 2]], [[-1, 0]]).guess().parents is None
-    assert Draft.trees([[1, 2]], [[-1, -1]]).branches
+    draft = Draft.trees([[1, 2, 3], [4]], [[-1, -1, 1], [-1]])
+    assert draft.branches
+    assert draft.deepest == [2, 1]
 
 
 @compiled

@@ -8,7 +8,15 @@ from heads import write_head
 from models import EOS, alone, letters, near, prompts, refused, tiny, together
 
 import hf_mlspec
-from hf_mlspec import Request, SpeculationConfig, generate_stream
+from hf_mlspec import (
+    ChainCandidateGenerator,
+    LookupTree,
+    NGram,
+    PromptLookup,
+    Request,
+    SpeculationConfig,
+    generate_stream,
+)
 from hf_mlspec.evaluation import record_trace
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.draft import Draft
@@ -164,3 +172,21 @@ def test_targets_that_cannot_check_a_tree_are_refused():
 def test_traces_tell_of_rows():
     with pytest.raises(ValueError, match=r"tree is \[2\]: a trace tells of drafts that are rows; leave tree out"):
         record_trace(TARGET, None, [[1, 2]], ["lookups"], max_new_tokens=2, speculation_config={"tree": [2]})
+
+
+def test_candidates_for_stock_decoding_are_rows():
+    with pytest.raises(ValueError, match=r"tree is \[2\], and transformers' own loop checks candidates that are a row"):
+        ChainCandidateGenerator(TARGET, ["lookups"], speculation_config={"tree": [2]})
+    made = ChainCandidateGenerator(TARGET, [Siblings()])
+    with pytest.raises(ValueError, match="level siblings proposes a tree, and transformers' own loop"):
+        made.get_candidates(torch.tensor([[5, 9]]))
+
+
+@pytest.mark.plans
+def test_lookups_of_ones_own_are_merged_and_fix_the_lengths():
+    lookups, inputs = LookupTree([PromptLookup(), NGram()], [3, 2]), prompts([9, 4])
+    found = together(TARGET, inputs, [lookups], max_new_tokens=16, eos_token_id=EOS)
+    assert found == alone(TARGET, inputs, max_new_tokens=16, eos_token_id=EOS)
+    stats = hf_mlspec.last_stats(TARGET)
+    assert stats.plans == {}
+    assert stats.levels[0].drafted > 0

@@ -205,6 +205,7 @@ class Wiring:
         drafter = level.drafter
         if isinstance(drafter, (NGram, PromptLookup, LookupTree)):
             drafter = drafter.fork()  # a table is everyone's; rows, and its threshold, are this call's
+        self.chooses &= not getattr(drafter, "widths", None)  # which lookups merge into a tree is fixed
         for table in drafter.lookups if isinstance(drafter, LookupTree) else [drafter]:
             if isinstance(table, NGram):
                 table.threshold = table.threshold if threshold is None else threshold
