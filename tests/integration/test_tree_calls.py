@@ -175,7 +175,7 @@ def test_traces_tell_of_rows():
 
 
 def test_candidates_for_stock_decoding_are_rows():
-    with pytest.raises(ValueError, match=r"tree is \[2\], and transformers' own loop checks candidates that are a row"):
+    with pytest.raises(ValueError, match=r"tree is \[2\], and transformers' own loop checks candidates that are"):
         ChainCandidateGenerator(TARGET, ["lookups"], speculation_config={"tree": [2]})
     made = ChainCandidateGenerator(TARGET, [Siblings()])
     with pytest.raises(ValueError, match="level siblings proposes a tree, and transformers' own loop"):

@@ -246,7 +246,7 @@ CHAINS = {
     "depth 4": (lambda: model_tree(FIRST, [2, 2, 1, 1]), 5, 10_000),
     "below a level": (lambda: chain([SECOND], model_tree(FIRST, [2, 2]), threshold=0.3), 4, 10_000),
     "below three levels": (lambda: chain([FOURTH, THIRD, SECOND], model_tree(FIRST, [2, 1])), 4, 2_000),
-    "200,000 sequences": (lambda: model_tree(FIRST, [2, 2]), 3, DRAWS),
+    "200,000 sequences": (lambda: model_tree(FIRST, [2]), 3, DRAWS),
 }
 
 
