@@ -27,6 +27,7 @@ from .nn.replace import direct_cast, early_exit, resident_bytes
 from .nn.switch import precision_switch
 from .routing.training import RouterRecipe, Trained, train_router
 from .speculation.draft import Draft, Drafter
+from .speculation.drafters.lookup_tree import LookupTree
 from .speculation.drafters.ngram import NGram
 from .speculation.drafters.prompt_lookup import PromptLookup
 from .speculation.stats import LevelStats, PlanStats, SpeculationStats
@@ -41,6 +42,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "LevelStats",
+    "LookupTree",
     "MLSpecConfig",
     "NGram",
     "NewTokens",

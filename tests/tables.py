@@ -30,7 +30,7 @@ def table(seed: int, *, sharpness: float = 1.0) -> Tensor:
 class TableRunner:
     """Stands in for an engine: the logits after a token are a row of a table; caches hold nothing but lengths."""
 
-    name, can, follow = "modules", Capabilities(by_module=True), None
+    name, can, follow = "modules", Capabilities(by_module=True, trees=True), None
 
     def __init__(self, probs: Tensor):
         self.logits, self.model = probs.log(), self
@@ -55,6 +55,8 @@ class TableRunner:
         fed = zip(rows, lengths, self.lengths, alive or [True] * len(rows), strict=True)
         self.lengths = [len(row) + n if on else have for row, n, have, on in fed]
         return self.step(torch.cat([last, guess.tokens], dim=1) if guess else last)
+
+    def keep(self, paths: list[list[int]]) -> None: ...
 
     def step(self, tokens: Tensor, *shape) -> Tensor:
         self.forwards += 1

@@ -17,15 +17,25 @@ from torch import Tensor, nn
 from ..formats import CacheFormat
 from ..precision import Bits
 from .lanes import KeptState, Lane
+from .trees import Parents
 
 Rows = list[list[int]]
 
 
 class Guess(NamedTuple):
-    """Tokens guessed behind every row, on the engine's device: int64 `[batch, k]`, lengths[r] of row r valid."""
+    """Tokens guessed behind every row, on the engine's device: int64 `[batch, k]`, lengths[r] of row r valid.
+
+    parents: of every row's guesses where they are trees (trees.py); None: each is behind the one before it.
+    """
 
     tokens: Tensor
     lengths: list[int]
+    parents: list[Parents] | None = None
+
+    def of_row(self, r: int) -> Guess:
+        """The guesses of one row, no padding."""
+        n = self.lengths[r]
+        return Guess(self.tokens[r : r + 1, :n], [n], None if self.parents is None else [self.parents[r]])
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Capabilities:
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
         beginning, unless it is stateful. draft_window: it can read a part of the cache only. stateful: what it keeps
         of a row is no lane of keys and values alone, so that no user's cache goes in or out. tapped:
-        it writes hidden states to a `Tap`.
+        it writes hidden states to a `Tap`. trees: it scores guesses that are trees, and has `keep`.
     """
 
     by_module: bool = False
@@ -48,6 +58,7 @@ class Capabilities:
     draft_window: bool = False
     stateful: bool = False
     tapped: bool = False
+    trees: bool = False
 
 
 @dataclass
@@ -119,11 +130,17 @@ class Engine(Protocol):
         """Score what the cache lacks of every row, followed by its guess: logits `[batch, k + 1, vocab]`.
 
         alive: False for inactive rows. Position j follows row r and its first j guessed tokens (beyond the length of
-        its guess, and of inactive rows: meaningless). The cache then holds all of it.
+        its guess, and of inactive rows: meaningless). The cache then holds all of it; of a tree, whose position j
+        follows node j - 1, the row, and what `keep` keeps.
         """
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
         """One forward pass over tokens `[batch, q]`, counts[r] of them valid; logits of `kept` from first[r] on."""
+
+    # With `can.trees` only:
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Of the trees that were scored last, these nodes of each row stay in the cache: a path from its end on."""
 
     # With `can.bit_exact` only:
 
@@ -147,8 +164,11 @@ class Engine(Protocol):
         want_confidence: bool = False,
         want_logits: bool = False,
         alive: list[bool] | None = None,
+        parents: list[Parents] | None = None,
     ) -> Scores:
-        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token."""
+        """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token.
+
+        parents: of guesses that are trees, with `can.trees`; see `feed`."""
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
         """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`."""

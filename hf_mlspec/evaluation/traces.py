@@ -53,7 +53,7 @@ def record_trace(
     origin: further entries beside the versions, such as a commit.
     journal: keeps finished batches; those of an earlier run are not decoded again. Keys are row numbers.
     Raises ValueError for no prompts, an empty or too long one, counts out of range, and a level of another vocabulary
-    that has levels below it (their rounds count other tokens), before anything is decoded.
+    that has levels below it (their rounds count other tokens), and a tree, before anything is decoded.
     """
     rows = _encoded(tokenizer, prompts)
     _check_request(model, rows, max_new_tokens, batch_size)
@@ -90,6 +90,8 @@ class _Asked:
     ):
         self.model, self.tokenizer, self.levels, self.tokenizers = model, tokenizer, levels, tokenizers
         self.config, self._found = config, None
+        if config.tree is not None:
+            raise ValueError(f"tree is {config.tree}: a trace tells of drafts that are rows; leave tree out")
 
     def record(self, rows: list[list[int]], max_new_tokens: int) -> list[TracedRow]:
         """One batch, decoded."""

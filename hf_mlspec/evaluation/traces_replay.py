@@ -238,6 +238,8 @@ def _config_of(given: SpeculationConfig | dict | None, trace: Trace) -> Speculat
         raise ValueError(
             "num_draft_tokens and confidence_threshold of a replay are those of the trace: leave them out"
         )
+    if given.tree is not None:
+        raise ValueError(f"tree is {given.tree}, and a replay drafts the rows of its trace: leave tree out")
     lengths = [max(1, level.num_draft_tokens) for level in trace.levels]
     thresholds = [NEVER_STOPS if level.confidence_threshold > 0 else 0.0 for level in trace.levels]
     return SpeculationConfig(**{**vars(given), "num_draft_tokens": lengths, "confidence_threshold": thresholds})

@@ -17,6 +17,8 @@ from .levels.wiring import Wiring
 from .processing import Prompts
 from .request import check_request, check_target
 
+_ROWS_ALONE = "transformers' own loop checks candidates that are a row"
+
 
 class ChainCandidateGenerator(CandidateGenerator):
     """The levels below a target as a transformers `CandidateGenerator`, for stock assisted decoding at batch 1.
@@ -48,6 +50,8 @@ class ChainCandidateGenerator(CandidateGenerator):
         config = replace(SpeculationConfig.of(speculation_config), shared_cache=False)
         if not levels:
             raise ValueError("ChainCandidateGenerator needs at least one level to draw candidates from")
+        if config.tree is not None and len(levels) == 1:  # a level in the middle hands up a row
+            raise ValueError(f"tree is {config.tree}, and {_ROWS_ALONE}: leave tree out")
         check_target(model, settings.num_beams)
         check_request(None, settings, {})
         self.max_length = settings.max_length
@@ -87,6 +91,8 @@ class ChainCandidateGenerator(CandidateGenerator):
         runners = [runner for runner in self._chain.runners if runner is not None and runner.can.by_module]
         with ragged_attention_on([runner.model for runner in runners]), torch.inference_mode():
             draft = self._chain.drafter.propose([row], [limit])
+        if draft.branches:
+            raise ValueError(f"level {self._chain.drafter.name} proposes a tree, and {_ROWS_ALONE}: let it draft rows")
         self._drafted = draft.lengths[0]
         return torch.cat([input_ids, draft.tokens[:, : self._drafted].to(input_ids)], dim=1), None
 

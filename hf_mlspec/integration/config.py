@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
+from ..engines.trees import MOST_NODES
 from ..formats import cache_format, casts, options
 from ..routing.router import Router, require_every
 
@@ -27,6 +28,10 @@ class SpeculationConfig:
         the level's own `generation_config.num_assistant_tokens`, else 8; 3 if the level is the target with all its
         weight bits and fewer activation bits, as in QSpec. On a GPU a level above another one drafts in whole rounds
         of that one: as many as reach the number, a single one from 16 rows on.
+    tree: the last level drafts a tree instead of a row, which the level above checks in one pass
+        (docs/guide/trees.md): the most tokens that it proposes behind a token, by depth, as in [3, 2, 1]; one behind
+        the last of these depths, to `num_draft_tokens`, which is as many as there are depths where it is None. Lengths
+        are then not chosen. None: drafts are rows.
     confidence_threshold: a level stops drafting after a token whose probability is below this, 0 <= t < 1, 0 turns it
         off; one for all levels or one per level. A number fixes the lengths of drafts, as does one in a level's
         generation_config. None: the level's own `generation_config.assistant_confidence_threshold`, else 0.4, or 0.65
@@ -77,6 +82,7 @@ class SpeculationConfig:
     """
 
     num_draft_tokens: int | list[int | None] | None = None
+    tree: list[int] | None = None
     confidence_threshold: float | list[float | None] | None = None
     shared_cache: bool = True
     draft_cache: str | None = None
@@ -97,6 +103,8 @@ class SpeculationConfig:
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):
             check_num_draft_tokens(value, f"num_draft_tokens is {self.num_draft_tokens!r}")
+        if self.tree is not None:
+            _check_tree(self.tree, _as_list(self.num_draft_tokens)[-1:])
         for value in _as_list(self.confidence_threshold):
             check_threshold(value, f"confidence_threshold is {self.confidence_threshold!r}")
         for name, least in (("max_ngram", 1), ("ngram_order", 2)):
@@ -176,6 +184,30 @@ def check_num_draft_tokens(value, said: str) -> None:
     """
     if value is not None and not _is_count(value, 1):
         raise ValueError(f"{said}: a level drafts a positive number of tokens, an integer")
+
+
+def _check_tree(tree, num_draft_tokens: list) -> None:
+    """Raise TypeError or ValueError unless these are widths of a tree that fits so many draft tokens, [] or [None]:
+    any number."""
+    if not isinstance(tree, (list, tuple)):
+        raise TypeError(f"tree is {tree!r}: it takes the most tokens behind one, by depth, a list such as [3, 2, 1]")
+    if not tree or not all(_is_count(width, 1) for width in tree):
+        raise ValueError(f"tree is {tree!r}: every depth has a positive number of tokens, as in [3, 2, 1]")
+    depth = (num_draft_tokens or [None])[0] or len(tree)
+    if depth < len(tree):
+        raise ValueError(
+            f"tree is {tree!r}, {len(tree)} deep, and num_draft_tokens is {depth}: ask for {len(tree)} or more, or "
+            "leave depths out"
+        )
+    nodes, width = 0, 1
+    for place in range(depth):
+        width *= tree[place] if place < len(tree) else 1
+        nodes += width
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"tree is {tree!r} with drafts of up to {depth} tokens, {nodes} tokens in all, and at most {MOST_NODES} "
+            "are checked together: ask for fewer"
+        )
 
 
 def check_threshold(value, said: str) -> None:

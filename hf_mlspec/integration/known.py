@@ -118,7 +118,7 @@ def given_of(
 ) -> Given | None:
     """What a call was given, where its levels may be known; None where every call builds them, as nothing is chosen or
     a router chooses."""
-    chosen = config.num_draft_tokens is config.confidence_threshold is config.router is None
+    chosen = config.num_draft_tokens is config.confidence_threshold is config.router is config.tree is None
     lists = isinstance(levels, (list, tuple)) and isinstance(tokenizers, (list, tuple, type(None)))
     if not chosen or not lists or not levels:
         return None

@@ -29,7 +29,7 @@ OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all
 class RoutedCpuEngine(ChoosingRows, CpuEngine):
     """A CPU decoder over its rows, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
 
-    can = replace(CpuEngine.can, greedy_rounds=False, bit_exact=False, tapped=False)
+    can = replace(CpuEngine.can, greedy_rounds=False, bit_exact=False, tapped=False, trees=False)
 
     def __init__(self, model: nn.Module, decoder: CpuDecoder, router: Router, **options: Any):
         """options: those of `CpuEngine`."""

@@ -7,6 +7,7 @@ already holds it. Which engine a routed model gets is decided here, too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ _COMPILED = {
 
 class RoutedEngine(RowWidths, ModuleEngine):
     """A model's modules over a ragged cache, a width per block and row. See `Engine`; chosen: as of `RowWidths`."""
+
+    can = replace(ModuleEngine.can, trees=False)
 
     def __init__(self, model: nn.Module, router: Router, **options: Any):
         super().__init__(model, **options)

@@ -18,6 +18,7 @@ from .draft import Drafter, Rows
 from .drafters.checked import CheckedDrafter
 from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
+from .drafters.model_tree import ModelTree
 from .loop import Emit, Loop, Stop
 from .memory import Openings
 from .rounds.host import HostRounds
@@ -33,7 +34,8 @@ class Part:
     """What one level of a chain is made of, the target or one below it.
 
     engine, sampler: of a level with a model; the sampler is made when the chain is. drafter: instead, a lookup that is
-    ready. num_draft_tokens: the most it drafts before the level above checks. across: makes of its drafter one in the
+    ready. num_draft_tokens: the most it drafts before the level above checks. tree: of a level with a model that
+    drafts trees, the most tokens behind a token, by depth. across: makes of its drafter one in the
     vocabulary of the level above, None where both speak the same.
     """
 
@@ -42,6 +44,7 @@ class Part:
     sampler: Callable[[], Sampler] | None = None
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
+    tree: list[int] | None = None
     threshold: float = 0.0
     max_positions: int | None = None
     across: Callable[[Drafter], Drafter] | None = None
@@ -168,7 +171,9 @@ def _drafter(part: Part, sampler: Sampler | None, inner: Drafter | None, num_dra
     if part.drafter is not None:
         return part.drafter
     limits = {"threshold": part.threshold, "max_positions": part.max_positions}
-    if inner is None:
+    if part.tree is not None:
+        made = ModelTree(part.engine, sampler, part.name, widths=part.tree, **limits)
+    elif inner is None:
         kind = HeadDrafter if isinstance(part.engine, HeadEngine) else ModelDrafter
         made = kind(part.engine, sampler, part.name, **limits)
     else:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
-from .acceptance import accept_greedy, accept_row
+from ..engines.trees import END
+from .acceptance import accept_greedy, accept_row, accept_tree
 from .draft import Draft, Rows
 from .sampling import Sampler
 
@@ -87,9 +88,12 @@ class Checker:
         """Score every row with its draft in one forward pass and accept; the cache keeps what is valid.
 
         alive: False for inactive rows: nothing of theirs is fed or accepted. Raises FloatingPointError if the logits
-        behind an accepted token hold NaN, unless the sampler knows how to end a single row.
+        behind an accepted token hold NaN, unless the sampler knows how to end a single row; ValueError for a tree that
+        the engine does not score.
         """
         alive = alive or [True] * len(rows)
+        if draft.branches and not self.runner.can.trees:
+            raise no_trees(self.name, self.runner)
         verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.lengths, verdict.accepted, alive)
@@ -98,6 +102,8 @@ class Checker:
     def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         if self.settles_in_engine:
             return self._check_in_engine(rows, draft, want_confidence, alive)
+        if draft.branches:
+            return self._accept_trees(rows, draft, alive)
         guess = draft.guess()
         logits = self.runner.feed(rows, guess, alive)
         scores = self.sampler.scores(logits, rows, guess, alive)
@@ -115,12 +121,56 @@ class Checker:
     def _check_in_engine(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:
         """Greedy without processors: the engine hands up its argmax, and no logits leave it."""
         guesses = draft.rows()
+        if draft.branches:
+            return self._check_trees_in_engine(rows, draft, want_confidence, alive)
         scores = draft.scores or self.runner.score(rows, guesses, want_confidence=want_confidence, alive=alive)
         accepted = [accept_row(guess, best) for guess, best in zip(guesses, scores.best, strict=True)]
         tokens = [best[: a + 1] for best, a in zip(scores.best, accepted, strict=True)]
         self._refuse_nan(rows, tokens, self.runner.dtype)
         roll_back(self.runner, [len(row) + a for row, a in zip(rows, accepted, strict=True)])
         return Verdict(tokens, accepted, None, None, scores.confidence)
+
+    def _accept_trees(self, rows: Rows, draft: Draft, alive: list[bool]) -> Verdict:
+        """`_accept` of trees: logits and scores of the verdict are those along the nodes that are kept."""
+        guess, ends = draft.guess(), [len(row) for row in rows]
+        logits = self.runner.feed(rows, guess, alive)
+        scores = self.sampler.scores(logits, rows, guess, alive)
+        asked = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
+        best = self.sampler.choose(scores, ends, asked, draft.parents).tolist()
+        paths, tokens = self._kept(draft, best, alive)
+        self._refuse_nan(rows, tokens, logits.dtype, self.sampler.do_sample and self.sampler.reads_tokens)
+        self._keep(rows, paths)
+        width = max(map(len, paths)) + 1
+        places = torch.tensor([[0, *(n + 1 for n in p), *[0] * (width - 1 - len(p))] for p in paths])
+        rest = torch.arange(len(rows))[:, None].to(logits.device), places.to(logits.device)
+        return Verdict(tokens, [len(p) for p in paths], logits[rest], scores[rest])
+
+    def _check_trees_in_engine(
+        self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]
+    ) -> Verdict:
+        how = {"want_confidence": want_confidence, "alive": alive, "parents": draft.parents}
+        scores = self.runner.score(rows, draft.rows(), **how)
+        paths, tokens = self._kept(draft, scores.best, alive)
+        self._refuse_nan(rows, tokens, self.runner.dtype)
+        self._keep(rows, paths)
+        confidence = scores.confidence
+        if confidence is not None:
+            lines = zip(confidence, paths, alive, strict=True)
+            confidence = [[line[n + 1] for n in (END, *p)] if on else [] for line, p, on in lines]
+        return Verdict(tokens, [len(p) for p in paths], None, None, confidence)
+
+    def _kept(self, draft: Draft, best: Rows, alive: list[bool]) -> tuple[list[list[int]], Rows]:
+        """The nodes of every row's tree that are kept, and its tokens in the verdict."""
+        paths, tokens = [], []
+        for guesses, parents, own, on in zip(draft.rows(), draft.parents, best, alive, strict=True):
+            paths.append(accept_tree(guesses, parents, own) if on else [])
+            tokens.append([own[0], *(own[node + 1] for node in paths[-1])] if on else [])
+        return paths, tokens
+
+    def _keep(self, rows: Rows, paths: list[list[int]]) -> None:
+        """The cache keeps what is valid, in consecutive slots."""
+        self.runner.keep(paths)
+        roll_back(self.runner, [len(row) + len(p) for row, p in zip(rows, paths, strict=True)])
 
     def _refuse_nan(self, rows: Rows, tokens: Rows, dtype: torch.dtype, processed: bool = False) -> None:
         for r, line in enumerate(tokens):
@@ -137,6 +187,14 @@ def catch_up(runner: Engine) -> None:
     """A follower's valid slots are its leader's: what the leader checked, it also wrote."""
     if runner.follow is not None:
         runner.lengths = list(runner.follow.lengths)
+
+
+def no_trees(name: str, runner: Engine) -> ValueError:
+    """What a tree for a level means whose engine scores rows alone."""
+    why = "keeps a state" if runner.can.stateful else f"runs on engine {runner.name!r}"
+    return ValueError(
+        f"{name} is to check a tree and {why}, which goes through rows alone: leave out tree, or draft rows"
+    )
 
 
 def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..engines.engine import Guess, Rows, Scores
+from ..engines.trees import END, Parents, depths, require_tree
 from .stats import LevelStats
 
 __all__ = ["Draft", "Drafter", "Rows"]
@@ -22,15 +23,33 @@ class Draft:
     tokens:  int64 ``[batch, k]``; row r's entries from ``lengths[r]`` on are padding (any id the checker can embed).
     lengths: per row the number of proposed tokens, 0..k.
     scores:  scores of row and draft by the engine of the level above, if the call that drafted computed them.
+    parents: of every row's tokens where they are trees (engines/trees.py), the likeliest branch first; None: each
+             follows the one before it. ValueError for what is no tree.
     """
 
     tokens: Tensor
     lengths: list[int]
     scores: Scores | None = None
+    parents: list[Parents] | None = None
+
+    def __post_init__(self):
+        for parents, n in zip(self.parents or [], self.lengths, strict=self.parents is not None):
+            require_tree(parents, n)
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether the tokens of a row are something else than one row."""
+        return self.parents is not None and any(own != list(range(END, len(own) - 1)) for own in self.parents)
+
+    @property
+    def deepest(self) -> list[int]:
+        """Per row the tokens of its longest branch."""
+        return [max(depths(own), default=0) for own in self.parents] if self.branches else self.lengths
 
     def guess(self) -> Guess | None:
         """The tokens and their lengths, as an engine takes them; None where nothing at all is proposed."""
-        return Guess(self.tokens, self.lengths) if self.tokens.shape[1] else None
+        parents = self.parents if self.branches else None
+        return Guess(self.tokens, self.lengths, parents) if self.tokens.shape[1] else None
 
     @classmethod
     def from_lists(cls, rows: Rows, device: torch.device | str = "cpu") -> Draft:
@@ -39,6 +58,12 @@ class Draft:
         padded = [row + [0] * (width - len(row)) for row in rows]
         tokens = torch.tensor(padded, dtype=torch.long, device=device).view(len(rows), width)
         return cls(tokens, [len(row) for row in rows])
+
+    @classmethod
+    def trees(cls, rows: Rows, parents: list[Parents], device: torch.device | str = "cpu") -> Draft:
+        """A draft from the tokens of one tree per row, and their parents."""
+        draft = cls.from_lists(rows, device)
+        return cls(draft.tokens, draft.lengths, parents=parents)
 
     @classmethod
     def nothing(cls, rows: int, device: torch.device | str = "cpu") -> Draft:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..engines.engine import Guess, Rows
+from ..engines.trees import END, Parents, path
 from .sampling import Process, Sampler, drawn
 
 
@@ -36,6 +38,7 @@ class RowRule:
     ):
         self.seed, self.temperature = seed, temperature
         self.error: Exception | None = None
+        self.failures: dict[int, Exception] = {}  # in the last tree, by the number of the token that was asked for
         self.failed_at = 0
         self.sampler = Sampler(vocab_size, warp=warp, process=process, prompt_lengths=[prompt_length], ends=ends)
         self.sampler.start(1)
@@ -59,6 +62,8 @@ class RowRule:
         try:
             return self.sampler.scores(scores[None], [row], guess)[0]
         except Exception:  # the row's own code, which ends this row only, and only if the failing token is reached
+            if guess is not None and guess.parents is not None:
+                return self._node_by_node(scores.clone(), row, guess)
             return self._one_by_one(scores.clone(), row + (guess.tokens[0].tolist() if guess else []), judges)
 
     def _one_by_one(self, scores: Tensor, tokens: list[int], judges: bool) -> Tensor:
@@ -71,6 +76,18 @@ class RowRule:
                 if judges:
                     self.error, self.failed_at = error, first + j
                 break
+        return scores
+
+    def _node_by_node(self, scores: Tensor, row: list[int], guess: Guess) -> Tensor:
+        """Scores of the nodes of a tree, NaN where a processor fails: whether that is reached, `refuse` hears."""
+        tokens, self.failures = guess.tokens[0].tolist(), {}
+        for node, line in enumerate(scores, END):
+            prefix = row + [tokens[n] for n in path(guess.parents[0], node)]
+            try:
+                line.copy_(self.sampler.scores(line[None, None], [prefix])[0, 0])
+            except Exception as error:
+                line.fill_(torch.nan)
+                self.failures.setdefault(len(prefix), error)
         return scores
 
 
@@ -109,7 +126,7 @@ class RowSampler(Sampler):
         """A token the target cannot take ends its row only; a level below that fails is the whole call's."""
         if not self.judges:
             raise error
-        self.rules[row].error, self.rules[row].failed_at = error, position
+        self.rules[row].error, self.rules[row].failed_at = self.rules[row].failures.get(position, error), position
 
     def scores(
         self, logits: Tensor, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None
@@ -122,18 +139,21 @@ class RowSampler(Sampler):
         scores = scores.clone()
         for r, (rule, row, n, on) in enumerate(zip(self.rules, rows, lengths, alive, strict=True)):
             if on:
-                own = Guess(guess.tokens[r : r + 1, :n], [n]) if guess else None
+                own = guess.of_row(r) if guess else None
                 scores[r, : n + 1] = rule.scores(scores[r, : n + 1], row, own, self.judges)
         return scores
 
-    def choose(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+    def choose(
+        self, scores: Tensor, firsts: list[int], lengths: list[int], parents: list[Parents] | None = None
+    ) -> Tensor:
         """See `Sampler.choose`; every row that samples has noise of its own seed, as row 0."""
         best = super().choose(scores, firsts, lengths)  # of rows without noise
         if not self.do_sample:
             return best
         for r, (rule, first, n) in enumerate(zip(self.rules, firsts, lengths, strict=True)):
             if rule.seed is not None and n >= 0:
-                tokens, confidence = drawn(scores[r : r + 1, : n + 1], rule.seed, [0], [first])
+                tree = None if parents is None else [parents[r]]
+                tokens, confidence = drawn(scores[r : r + 1, : n + 1], rule.seed, [0], [first], tree)
                 best[r, : n + 1] = tokens.masked_fill(confidence.isnan(), -1)[0]
         return best
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import ops
 from ..engines.engine import Guess, Rows
+from ..engines.trees import END, Parents, children, depths, path
 
 # (prefixes, scores [n, vocab], row numbers of the original batch) -> scores [n, vocab]
 Process = Callable[[Rows, Tensor, list[int]], Tensor]
@@ -109,19 +110,25 @@ class Sampler:
             nothing = [[]] * len(rows), [0] * len(rows)
             guesses, lengths = (guess.tokens.tolist(), guess.lengths) if guess else nothing
             asked = lengths if alive is None else [n if on else -1 for n, on in zip(lengths, alive, strict=True)]
-            scores = self._process_by_length(scores, rows, guesses, asked)
+            if guess is None or guess.parents is None:
+                scores = self._process_by_length(scores, rows, guesses, asked)
+            else:
+                scores = self._process_trees(scores, rows, guesses, guess.parents, asked)
         return self.warp(scores) if self.warp is not None else scores
 
-    def choose(self, scores: Tensor, firsts: list[int], lengths: list[int]) -> Tensor:
+    def choose(
+        self, scores: Tensor, firsts: list[int], lengths: list[int], parents: list[Parents] | None = None
+    ) -> Tensor:
         """The tokens of processed scores `[batch, k + 1, vocab]`: int64 `[batch, k + 1]`, -1 where there is none.
 
-        Position j of row r is for token number firsts[r] + j; positions beyond lengths[r] (-1: all) have no meaning.
+        Position j of row r is for token number firsts[r] + j, of a tree with these parents for firsts[r] + the depth
+        of node j - 1; positions beyond lengths[r] (-1: all) have no meaning.
         There is none where scores hold NaN and, of a row that samples, where all are -inf.
         """
         if self.seed is None:
             top, best = scores.max(dim=-1)
             return best.masked_fill(top.isnan(), -1)
-        tokens, confidence = drawn(scores, self.seed, self.row_ids, firsts)
+        tokens, confidence = drawn(scores, self.seed, self.row_ids, firsts, parents)
         return tokens.masked_fill(confidence.isnan(), -1)
 
     def _process_by_length(self, scores: Tensor, rows: Rows, guesses: Rows, lengths: list[int]) -> Tensor:
@@ -155,6 +162,40 @@ class Sampler:
                     reach[r] = min(reach[r], j)
         return scores
 
+    def _process_trees(
+        self, scores: Tensor, rows: Rows, guesses: Rows, parents: list[Parents], lengths: list[int]
+    ) -> Tensor:
+        """`_process_by_length` of positions that are nodes of trees: nothing behind a forbidden node is asked. A row
+        is in a call of the processors once, as in decoding token by token."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for r, row in enumerate(rows):
+            generated = len(row) - self.prompt_lengths[self.row_ids[r]]
+            if lengths[r] >= 0 and self.ends.isdisjoint(row[len(row) - generated :]):
+                for node, depth in enumerate([0, *depths(parents[r])], END):
+                    groups.setdefault(generated + depth, []).append((r, node))
+        scores, below = scores.clone(), [children(own) for own in parents]
+        reached = {(r, END) for r in range(len(rows))}
+        for generated in sorted(groups):
+            places = [place for place in groups[generated] if place in reached]
+            if not places:
+                continue
+            r_index, j_index = [r for r, _ in places], [node + 1 for _, node in places]
+            prefixes = [rows[r] + [guesses[r][n] for n in path(parents[r], node)] for r, node in places]
+            processed = scores[r_index, j_index]
+            for some in _once_each(r_index):
+                numbers = [self.row_ids[r_index[i]] for i in some]
+                processed[some] = self.process([prefixes[i] for i in some], processed[some], numbers)
+            scores[r_index, j_index] = processed
+            behind = [(i, r, child) for i, (r, node) in enumerate(places) for child in below[r].get(node, ())]
+            if not behind:
+                continue
+            guess = [guesses[r][child] for _, r, child in behind]
+            forbidden = _forbidden(processed, [i for i, _, _ in behind], guess)
+            for (_, r, child), token, never in zip(behind, guess, forbidden, strict=True):
+                if not never and token not in self.ends:
+                    reached.add((r, child))
+        return scores
+
     def probabilities(self, scores: Tensor) -> Tensor:
         """Softmax over the vocabulary, float32."""
         return torch.softmax(scores, dim=-1)
@@ -172,19 +213,39 @@ class Sampler:
         return tokens[:, 0].clamp(min=0), confidence[:, 0]
 
 
-def drawn(scores: Tensor, seed: int, streams: list[int], firsts: list[int]) -> tuple[Tensor, Tensor]:
+def drawn(
+    scores: Tensor, seed: int, streams: list[int], firsts: list[int], parents: list[Parents] | None = None
+) -> tuple[Tensor, Tensor]:
     """The tokens of scores float32 `[batch, n, vocab]` plus noise, int64 `[batch, n]`, and their probabilities.
 
-    streams: the number of each row's noise; firsts: that of its first position. NaN among the scores gives token -1;
+    streams: the number of each row's noise; firsts: that of its first position, from which the others count on, or
+    their depths in trees with these parents. NaN among the scores gives token -1;
     there, and where all are -inf, the probability is NaN.
     """
     batch, count, vocab = scores.shape
     places = torch.tensor([streams, firsts], dtype=torch.int32)[:, :, None].repeat(1, 1, count)
-    places[1] += torch.arange(count, dtype=torch.int32)
+    places[1] += torch.arange(count, dtype=torch.int32) if parents is None else _offsets(parents, count)
     places = places.to(scores.device).flatten(1)
     key = torch.tensor([seed if seed < 1 << 63 else seed - (1 << 64)], device=scores.device)
     tokens, confidence = ops.choose_rows(scores.reshape(-1, vocab), 0.0, key, places[0], places[1])
     return tokens.long().view(batch, count), confidence.view(batch, count)
+
+
+def _once_each(rows: list[int]) -> list[list[int]]:
+    """The places of a list in groups in which no entry comes twice."""
+    groups: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        number = seen[row] = seen.get(row, -1) + 1
+        groups += [[]] if number == len(groups) else []
+        groups[number].append(place)
+    return groups
+
+
+def _offsets(parents: list[Parents], count: int) -> Tensor:
+    """int32 `[batch, count]`: of the positions of every tree how many guesses are before them, 0 of padding."""
+    lines = [[0, *depths(own)] for own in parents]
+    return torch.tensor([line + [0] * (count - len(line)) for line in lines], dtype=torch.int32)
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..engine import Capabilities, Guess, Rows, Scores
 from ..lanes import Lane
+from ..trees import Parents
 from .rows import CpuRows
+from .trees import FedTree, scored_trees
 
 PIECE = 2048  # tokens: compiled code cannot be interrupted, so a prompt of more is handed to it piece by piece
 
@@ -20,13 +22,14 @@ class CpuEngine(CpuRows):
     """A CPU decoder over its rows. See `Engine`."""
 
     name = "cpu"
-    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True)
+    can = Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True, trees=True)
     device = torch.device("cpu")
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
+        self._trees: list[FedTree] = []
         if self.decoder.num_recurrent:
-            self.can = replace(CpuEngine.can, stateful=True)
+            self.can = replace(CpuEngine.can, stateful=True, trees=False)
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         """`Engine.feed`: logits `[batch, k + 1, vocab]`, zeros where nothing was fed."""
@@ -35,7 +38,8 @@ class CpuEngine(CpuRows):
         guesses: Rows = [[] for _ in rows]
         if width:
             guesses = [line[:n] for line, n in zip(guess.tokens.tolist(), guess.lengths, strict=True)]
-        logits = self.score(rows, guesses, want_logits=True, alive=alive).logits
+        parents = guess.parents if guess else None
+        logits = self.score(rows, guesses, want_logits=True, alive=alive, parents=parents).logits
         return _padded(logits, [len(g) + 1 if on else 0 for g, on in zip(guesses, alive, strict=True)], width + 1)
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
@@ -63,12 +67,18 @@ class CpuEngine(CpuRows):
         want_confidence: bool = False,
         want_logits: bool = False,
         alive: list[bool] | None = None,
+        parents: list[Parents] | None = None,
     ) -> Scores:
         """Feed what the cache lacks of every row, and its guess; score the row's end and every guessed token.
 
-        alive: False for inactive rows: nothing of theirs is fed, kept or said.
+        alive: False for inactive rows: nothing of theirs is fed, kept or said. parents: of trees, of which the cache
+        holds what `keep` keeps.
         """
         alive = alive or [True] * len(rows)
+        if parents is not None:
+            wanted = want_confidence, want_logits
+            best, confidence, logits, self._trees = scored_trees(self, rows, guesses, parents, alive, *wanted)
+            return Scores(best, confidence if want_confidence else None, logits if want_logits else None)
         self._read_ahead(rows, alive)
         starts = self._starts(rows)
         fed = [r[n:] + g if on else [] for r, n, g, on in zip(rows, starts, guesses, alive, strict=True)]
@@ -84,6 +94,13 @@ class CpuEngine(CpuRows):
             _split(confidence.tolist(), kept) if want_confidence else None,
             logits if want_logits else None,
         )
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """`Engine.keep`."""
+        for r, (tree, kept) in enumerate(zip(self._trees, paths, strict=True)):
+            if kept:
+                tree.keep(self.cache.kv, r, kept)
+                self.lengths[r] = tree.end + len(kept)
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
         """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`.

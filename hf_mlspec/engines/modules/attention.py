@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..trees import END, Parents, depths
 from .states import row_by_row
 
 ATTENTION = "mlspec_ragged"
@@ -41,6 +42,11 @@ class Plan:
             self.positions = torch.tensor(starts, device=device)[:, None] + steps
         self._masks: dict = {}
 
+    @property
+    def slots(self) -> Tensor:
+        """int64 `[batch, width]`: where keys and values go."""
+        return self.positions
+
     def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
         """Additive mask `[batch or 1, 1, groups * width, end]`, or None where every query sees every slot."""
         if window is not None and window >= self.end:
@@ -54,6 +60,48 @@ class Plan:
             hidden = slot > query if window is None else (slot > query) | (slot <= query - window)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
             self._masks[key] = mask.repeat(1, groups, 1)[:, None]
+        return self._masks[key]
+
+
+class TreePlan(Plan):
+    """A plan whose last tokens are trees: they lie side by side in the cache, at positions and behind parents of their
+    own. A token sees what a row that ends with it would have.
+
+    first: per row which of its tokens is node 0. parents: of every row's nodes.
+    """
+
+    def __init__(self, starts: list[int], width: int, device: torch.device, first: list[int], parents: list[Parents]):
+        super().__init__(starts, width, device)
+        self._slots, self.positions = self.positions, self.positions.cpu().clone()
+        self._hidden = torch.ones(len(starts), width, self.end, dtype=torch.bool)
+        self._at = torch.arange(self.end).repeat(len(starts), 1)  # of every slot of a row its position
+        for r, (start, place, own) in enumerate(zip(starts, first, parents, strict=True)):
+            self._hidden[r] = torch.arange(self.end) > start + torch.arange(width)[:, None]
+            self._put(r, start + place, place, own)
+        self.positions = self.positions.to(device)
+        self.uniform = False
+
+    @property
+    def slots(self) -> Tensor:
+        return self._slots
+
+    def _put(self, r: int, slot: int, place: int, parents: Parents) -> None:
+        """The nodes of row r are its tokens from `place` on, in slots from `slot` on."""
+        for node, (parent, depth) in enumerate(zip(parents, depths(parents), strict=True)):
+            self.positions[r, place + node] = self._at[r, slot + node] = slot - 1 + depth
+            seen = self._hidden[r, place + node, slot:]
+            seen[:] = True if parent == END else self._hidden[r, place + parent, slot:]
+            seen[node] = False
+
+    def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor:
+        """Additive mask `[batch, 1, groups * width, end]`."""
+        key = (window, groups, like.dtype, like.device)
+        if key not in self._masks:
+            hidden = self._hidden
+            if window is not None:
+                hidden = hidden | (self._at[:, None] <= self.positions.cpu()[:, :, None] - window)
+            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask.to(like.device).repeat(1, groups, 1)[:, None]
         return self._masks[key]
 
 

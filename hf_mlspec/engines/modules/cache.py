@@ -89,7 +89,7 @@ def _write(lane: Tensor, states: Tensor, plan: Plan) -> Tensor:
     if plan.uniform:
         lane[:, :, plan.starts[0] : plan.end] = states
     else:
-        index = plan.positions.to(states.device)[:, None, :, None].expand(states.shape)
+        index = plan.slots.to(states.device)[:, None, :, None].expand(states.shape)
         lane.scatter_(2, index, states.to(lane.dtype))  # under autocast prefill and steps may differ in dtype
     return lane
 
@@ -133,6 +133,12 @@ class RaggedCache(Cache):
             keys, values = layer
             with planned(Plan([0] * len(keys), length, keys.device)):
                 lane.update(keys, values)
+
+    def move(self, row: int, slots: list[int], first: int) -> None:
+        """Keys and values of these slots of a row go to slots `first`, `first` + 1 ..."""
+        for lane in self._written():
+            for states in (lane.keys, lane.values):
+                states[row, :, first : first + len(slots)] = states[row, :, slots]
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""

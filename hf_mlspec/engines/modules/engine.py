@@ -24,7 +24,7 @@ from ...nn.switch import precision_switch
 from ...precision import OWN_BITS, Bits
 from ..engine import Capabilities, Guess, Rows
 from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
-from .attention import Plan, planned
+from .attention import Plan, TreePlan, planned
 from .cache import RaggedCache
 from .tapping import tapping
 
@@ -44,7 +44,7 @@ class ModuleEngine(CachedRows):
     """
 
     name = "modules"
-    can = Capabilities(by_module=True, tapped=True)
+    can = Capabilities(by_module=True, tapped=True, trees=True)
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class ModuleEngine(CachedRows):
         self.cache_format = cache_format_of(model)
         self.cache: RaggedCache | None = None
         self.lengths: list[int] = []
+        self._ends: list[int] = []  # tokens of every row before the tree that was fed last
         self.forwards, self.seconds = 0, 0.0
 
     @property
@@ -128,7 +129,19 @@ class ModuleEngine(CachedRows):
         else:
             tokens = self._ragged(rows, missing, guess.tokens.tolist() if guess else [[]] * len(rows), width)
         counts = [m + n if on else 0 for m, n, on in zip(missing, lengths, alive, strict=True)]
-        return self.step(tokens, counts, [m - 1 for m in missing], width + 1)
+        firsts = [m - 1 for m in missing]
+        if guess is None or guess.parents is None:
+            return self.step(tokens, counts, firsts, width + 1)
+        self._ends = [have + m for have, m in zip(self.lengths, missing, strict=True)]
+        own = [tree if on else [] for tree, on in zip(guess.parents, alive, strict=True)]
+        plan = TreePlan(self.lengths, tokens.shape[1], self.device, missing, own)
+        return self._step(tokens, counts, firsts, width + 1, plan)
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """`Engine.keep`."""
+        for r, (end, kept) in enumerate(zip(self._ends, paths, strict=True)):
+            if kept != list(range(len(kept))):
+                self.cache.move(r, [end + node for node in kept], end)
 
     def _ragged(self, rows: Rows, missing: list[int], guesses: Rows, width: int) -> Tensor:
         longest = max(missing) + width
@@ -137,10 +150,12 @@ class ModuleEngine(CachedRows):
 
     def step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int) -> Tensor:
         """One forward pass over tokens `[batch, q]`, counts[r] of them valid; logits of `kept` from first[r] on."""
+        return self._step(tokens, counts, first, kept, Plan(self.lengths, tokens.shape[1], self.device))
+
+    def _step(self, tokens: Tensor, counts: list[int], first: list[int], kept: int, plan: Plan) -> Tensor:
         begin = time.perf_counter()
         if self.num_embeddings is not None:
             tokens = tokens.clamp(max=self.num_embeddings - 1)
-        plan = Plan(self.lengths, tokens.shape[1], self.device)
         if min(first) == max(first):
             window, gather = slice(first[0], first[0] + kept), None
         else:

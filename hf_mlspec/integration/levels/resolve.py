@@ -24,6 +24,7 @@ from ...nn.state import ModelState, state_of
 from ...precision import Bits, Precision
 from ...routing.router import Router
 from ...speculation.draft import Drafter
+from ...speculation.drafters.lookup_tree import LookupTree
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.rounds.chain import let_go
@@ -155,7 +156,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 
 
 def _drafts_only(word: Word) -> bool:
-    return word.kind in ("prompt_lookup", "ngram") or (word.kind == "load" and is_head_folder(word.path))
+    return word.kind in ("prompt_lookup", "ngram", "lookups") or (word.kind == "load" and is_head_folder(word.path))
 
 
 def _check_above(above: list[Level], index: int, head: Level) -> None:
@@ -207,10 +208,11 @@ def _from_word(
 ) -> Level:
     if word.kind == "prompt_lookup":
         return Level(text, drafter=PromptLookup(max_ngram=config.max_ngram))
-    if word.kind == "ngram":
-        key = (text, config.ngram_order, vocabulary)  # one table counts one vocabulary
+    if word.kind in ("ngram", "lookups"):
+        key = ("ngram", config.ngram_order, vocabulary)  # one table counts one vocabulary
         table = _keep(state, key, lambda: None, lambda: NGram(order=config.ngram_order))
-        return Level(text, drafter=table)
+        both = [PromptLookup(max_ngram=config.max_ngram), table]
+        return Level(text, drafter=table if word.kind == "ngram" else LookupTree(both))
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
         return Level(text, model=target, shape_of_target=True, bits=bits)

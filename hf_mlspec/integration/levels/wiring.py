@@ -23,6 +23,7 @@ from ...routing.router import Router
 from ...speculation.chain import Chain, Part
 from ...speculation.draft import Drafter
 from ...speculation.drafters.cross_tokenizer import CrossTokenizerDrafter
+from ...speculation.drafters.lookup_tree import LookupTree
 from ...speculation.drafters.ngram import NGram
 from ...speculation.drafters.prompt_lookup import PromptLookup
 from ...speculation.drafters.self_precision import at_lower_precision
@@ -40,6 +41,7 @@ from ..request import head_size, max_positions, router_of, vocab_size
 from .head_wiring import engine_with_head, head_engine
 from .lower_precision import drafting_defaults, require_engine
 from .resolve import Level
+from .trees import require_tree_level, tree_of
 from .vocabulary import require_target_tokenizer, same_vocabulary
 
 if TYPE_CHECKING:
@@ -121,7 +123,22 @@ class Wiring:
                 over.append(part.engine)
                 parts.append(part)
             parts[-1].num_draft_tokens = self._num_draft_tokens(level, index)
+            if self.config.tree is not None and index + 1 == self.count:
+                self._let_branch(parts, over)
         return parts
+
+    def _let_branch(self, parts: list[Part], over: list[Engine]) -> None:
+        """The last level drafts trees, of as many depths as the option has where no number is given."""
+        part, widths = parts[-1], list(self.config.tree)
+        checks = over[-2] if part.engine is over[-1] else over[-1]
+        require_tree_level(part, widths, checks, parts[-2].name if len(parts) > 1 else "the target")
+        if part.drafter is not None:
+            part.drafter = tree_of(part.drafter, widths)
+        else:
+            part.tree = widths
+        self.chooses = False
+        if self.config.of_level("num_draft_tokens", self.count - 1, self.count) is None:
+            part.num_draft_tokens = len(widths)
 
     def _part(self, level: Level, index: int, above: _Above, engine: Engine) -> tuple[Part, _Above]:
         """A level with a model, in the vocabulary of the level above it, and what the level below it is to know."""
@@ -190,10 +207,12 @@ class Wiring:
         threshold = self.config.of_level("confidence_threshold", index, self.count)
         self.chooses &= threshold is None
         drafter = level.drafter
-        if isinstance(drafter, (NGram, PromptLookup)):
+        if isinstance(drafter, (NGram, PromptLookup, LookupTree)):
             drafter = drafter.fork()  # a table is everyone's; rows, and its threshold, are this call's
-        if isinstance(drafter, NGram):
-            drafter.threshold = drafter.threshold if threshold is None else threshold
+        self.chooses &= not getattr(drafter, "widths", None)  # which lookups merge into a tree is fixed
+        for table in drafter.lookups if isinstance(drafter, LookupTree) else [drafter]:
+            if isinstance(table, NGram):
+                table.threshold = table.threshold if threshold is None else threshold
         return drafter
 
     def _by_vocabulary(self, last: bool) -> bool:

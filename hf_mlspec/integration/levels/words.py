@@ -23,12 +23,14 @@ SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as o
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
 _HEAD_CLASS = "Eagle3"  # in the names of all classes of such heads
 _CONFIGS: dict[str, Path] = {}  # of hub names that were asked for
-_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", "prompt_lookup", "ngram", "early_exit:N", "experts:N")
+_LOOKUPS = ("prompt_lookup", "ngram", "lookups")
+_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", *_LOOKUPS, "early_exit:N", "experts:N")
 
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram" or one of `_VIEWS`.
+    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram", "lookups" or one of
+    `_VIEWS`.
 
     cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
     it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
@@ -46,7 +48,7 @@ def parse_level(text: str) -> Word:
 
     Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
     """
-    if text in ("prompt_lookup", "ngram", "routed"):
+    if text in (*_LOOKUPS, "routed"):
         return Word(text)
     if _is_cast(text):
         return Word("cast", cast=text)

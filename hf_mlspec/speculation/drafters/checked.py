@@ -181,7 +181,7 @@ class CheckedDrafter:
         if not alone:
             self.inner.rollback([len(row) + a for row, a in zip(seen, verdict.accepted, strict=True)])
             proposer(self.inner).stats.settle(draft.lengths, verdict.accepted)
-            self._tell(limits, draft.lengths, verdict.accepted, alive)
+            self._tell(limits, draft.deepest, verdict.accepted, alive)
         return verdict
 
     def _nothing(self, rows: Rows) -> Draft:

@@ -103,6 +103,13 @@ class NGram:
         self.stats.seconds += perf_counter() - began
         return draft
 
+    def branches(self, rows: Rows, limits: list[int], widths: list[int]) -> list[Rows]:
+        """As `Lookup.branches` (lookup_tree.py): the j-th successor of a context, from 1 on, from a share of
+        threshold / j on."""
+        for known, row in zip(self._rows, rows, strict=True):
+            self._follow(known, row)
+        return [self._branches(row, limit, widths) for row, limit in zip(rows, limits, strict=True)]
+
     def rollback(self, lengths: list[int]) -> None:
         """Remove from the counts what row r holds beyond its first `lengths[r]` tokens."""
         for known, length in zip(self._rows, lengths, strict=True):
@@ -150,6 +157,31 @@ class NGram:
             drafted.append(found[0])
             tail = [*tail, found[0]][-(self.order - 1):]
         return drafted
+
+    def _branches(self, row: list[int], limit: int, widths: list[int]) -> Rows:
+        """Continuations, the likeliest first at every place; all with the first tokens before the next ones."""
+        whole: Rows = []
+        waiting: Rows = [[]]
+        while waiting:
+            drafted = waiting.pop()
+            tail = [*row[-(self.order - 1):], *drafted][-(self.order - 1):]
+            depth = len(drafted)
+            width = widths[depth] if depth < len(widths) else 1
+            found = self._successors(tail, width) if depth < limit else []
+            waiting += [[*drafted, token] for token in reversed(found)]
+            if not found and drafted:
+                whole.append(drafted)
+        return whole
+
+    def _successors(self, tail: list[int], count: int) -> list[int]:
+        """At most `count` tokens behind the last ones of a row: those of the longest known context, then of others."""
+        found: dict[int, float] = {}
+        for context in self._contexts(tail, len(tail)):
+            for token, share in self.table.most(context, count):
+                if len(found) < count:
+                    found.setdefault(token, share)
+        ranked = enumerate(found.items(), 1)
+        return [token for place, (token, share) in ranked if share >= self.threshold / place]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as safetensors, under a temporary name first: a reader finds the old file or all of the new.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import OrderedDict
 
@@ -92,6 +93,18 @@ class NGramTable:
         self.entries -= token not in successors.counts
         if not successors.counts:
             del self.contexts[context]
+
+    def most(self, context: Context, count: int) -> list[tuple[int, float]]:
+        """At most `count` successors and their shares, the most frequent first (ties: the lowest id); none for an
+        unknown context."""
+        with _changing:
+            found = self.contexts.get(context)
+            if found is None:
+                return []
+            if count == 1:
+                return [found.most_frequent()]
+            ranked = heapq.nsmallest(count, found.counts, key=lambda token: (-found.counts[token], token))
+            return [(token, found.counts[token] / found.total) for token in ranked]
 
     def best(self, context: Context) -> tuple[int, float] | None:
         """The most frequent successor and its share, None for an unknown context."""

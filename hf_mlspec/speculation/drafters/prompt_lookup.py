@@ -14,6 +14,8 @@ from ..draft import Draft, Rows
 from ..stats import LevelStats
 from .agreement import agreed_length
 
+OCCURRENCES = 32  # that are looked at for a tree; more rarely add a branch
+
 
 class SuffixIndex:
     """Where each n-gram of one row ended last. Forgetting tokens undoes exactly what learning them did.
@@ -66,6 +68,19 @@ class SuffixIndex:
         return []
 
 
+    def continuations(self, min_ngram: int, limit: int, most: int) -> list[list[int]]:
+        """What followed at most `most` earlier occurrences of suffixes, the longest suffix's first, then the most
+        recent: the first is `continuation`."""
+        before, found = self.earlier[-1] if self.earlier else [], {}
+        for n in range(len(before), min_ngram - 1, -1):
+            position = before[n - 1]
+            while position and len(found) < most:
+                found.setdefault(position, self.tokens[position:position + limit])
+                earlier = self.earlier[position - 1]
+                position = earlier[n - 1] if n <= len(earlier) else 0
+        return list(found.values())
+
+
 class PromptLookup:
     """Level "prompt_lookup": copies what followed an earlier occurrence of the row's last n-gram.
 
@@ -103,6 +118,14 @@ class PromptLookup:
         self.stats.rounds += 1
         self.stats.seconds += perf_counter() - began
         return draft
+
+    def branches(self, rows: Rows, limits: list[int], widths: list[int]) -> list[Rows]:
+        """As `Lookup.branches` (lookup_tree.py): of other places the most recent ones."""
+        most, found = max(OCCURRENCES if widths else 1, 1), []
+        for index, row, limit in zip(self._indices, rows, limits, strict=True):
+            index.update(row)
+            found.append(index.continuations(self.min_ngram, limit, most))
+        return found
 
     def rollback(self, lengths: list[int]) -> None:
         """Forget what row r holds beyond its first `lengths[r]` tokens."""

@@ -133,7 +133,7 @@ class HostRounds:
             self.drafter.scored_by = self.target.runner if self.target.settles_in_engine else None
         draft = self._proposed(rows, limits)
         verdict = self.target.check(rows, draft or Draft.nothing(len(rows), self.device))
-        self.drafted = draft.lengths if draft else [0] * len(rows)
+        self.drafted = draft.deepest if draft else [0] * len(rows)
         self.drafted_by = None if self.drafter is None else proposer(self.drafter).name
         stats.count_pass(len(rows))
         if draft:

@@ -378,6 +378,24 @@ class DecoderObject : public torch::CustomClassHolder {
     return scored("score", level, tokens, counts, starts, kept, want_confidence, want_logits);
   }
 
+  // score of the last token of every row that has any, and of all nodes of the tree behind it: node_counts[r] of row r, depth first, at
+  // depths as in TokenRow, which says where their keys and values go. Layers keep no states.
+  std::tuple<Tensor, Tensor, Tensor> score_tree(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                                const Ints& nodes, const Ints& depths, const Ints& node_counts, bool want_confidence,
+                                                bool want_logits, int64_t weight_bits, int64_t activation_bits, int64_t draft_window) {
+    std::lock_guard<std::mutex> lock(decoder_.busy);
+    TORCH_CHECK_VALUE(decoder_.delta_nets.empty(), "score_tree: layers that keep a state go through rows alone");
+    mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
+    auto rows = mlspec::split_rows(tokens, counts, starts);
+    Ints kept(rows.size());
+    for (size_t r = 0; r < rows.size(); ++r) kept[r] = counts[r] > 0;
+    mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
+    mlspec::put_trees(level, nodes, depths, node_counts, rows);
+    for (size_t r = 0; r < rows.size(); ++r)
+      TORCH_CHECK_VALUE(kept[r] || rows[r].nodes.empty(), "row ", r, " has a tree, and no token before it is fed");
+    return scored("score_tree", level, tokens, counts, rows, kept, want_confidence, want_logits);
+  }
+
   // score at planes of its own for every block: widths[2 i] for the attention of layer i, widths[2 i + 1] for its MLP.
   std::tuple<Tensor, Tensor, Tensor> score_routed(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                                   const Ints& kept, bool want_confidence, bool want_logits,
@@ -464,12 +482,18 @@ class DecoderObject : public torch::CustomClassHolder {
                                             const Ints& starts, const Ints& kept, bool want_confidence, bool want_logits) {
     const auto rows = mlspec::split_rows(tokens, counts, starts);
     mlspec::check_room(level, rows, kept, Ints(rows.size(), 0));
-    int64_t total = 0;
-    for (size_t r = 0; r < kept.size(); ++r) {
+    for (size_t r = 0; r < kept.size(); ++r)
       TORCH_CHECK_VALUE(kept[r] >= 0 && kept[r] <= counts[r], "row ", r, " keeps ", kept[r], " of ", counts[r], " tokens");
-      total += kept[r];
-    }
     mlspec::check_reached(level, kept);
+    return scored(call, level, tokens, counts, rows, kept, want_confidence, want_logits);
+  }
+
+  // The same of rows that are checked, too.
+  std::tuple<Tensor, Tensor, Tensor> scored(const char* call, mlspec::Level& level, const Ints& tokens, const Ints& counts,
+                                            const std::vector<mlspec::TokenRow>& rows, const Ints& kept, bool want_confidence,
+                                            bool want_logits) {
+    int64_t total = 0;
+    for (size_t r = 0; r < kept.size(); ++r) total += kept[r] + rows[r].nodes.size();
     Tensor logits = at::empty({want_logits ? total : 0, decoder_.shape.vocab}, at::kFloat);
     float* const to = want_logits ? logits.mutable_data_ptr<float>() : nullptr;
     const mlspec::Scored scored = in_memory(call, tokens, counts, [&] {
@@ -582,6 +606,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)
+      .def("score_tree", &DecoderObject::score_tree)
       .def("score_routed", &DecoderObject::score_routed)
       .def("score_choosing", &DecoderObject::score_choosing)
       .def("draft", &DecoderObject::draft)

@@ -49,6 +49,29 @@ inline void check_room(const Level& level, const std::vector<TokenRow>& rows, co
   }
 }
 
+// counts[r] nodes behind row r, of these tokens and depths, in its slots and positions: TokenRow says which.
+inline void put_trees(const Level& level, const std::vector<int64_t>& tokens, const std::vector<int64_t>& depths,
+                      const std::vector<int64_t>& counts, std::vector<TokenRow>& rows) {
+  TORCH_CHECK_VALUE(counts.size() == rows.size() && tokens.size() == depths.size(), "there are trees of ", counts.size(), " rows, of ",
+                    tokens.size(), " nodes and ", depths.size(), " depths; got ", rows.size(), " rows");
+  int64_t at = 0;
+  const int64_t given = tokens.size();
+  for (size_t r = 0; r < rows.size(); ++r) {
+    TORCH_CHECK_VALUE(counts[r] >= 0 && counts[r] <= given - at, "row ", r, " has a tree of ", counts[r], " nodes, ", given - at, " are left");
+    for (int64_t before = 0, j = at; j < at + counts[r]; before = depths[j++])
+      TORCH_CHECK_VALUE(depths[j] >= 1 && depths[j] <= before + 1 && tokens[j] >= 0, "node ", j - at, " of row ", r, " is token ", tokens[j],
+                        " at depth ", depths[j], ", behind one at depth ", before, ": trees come depth first");
+    rows[r].nodes.assign(tokens.begin() + at, tokens.begin() + at + counts[r]);
+    rows[r].depths.assign(depths.begin() + at, depths.begin() + at + counts[r]);
+    at += counts[r];
+    const int64_t end = rows[r].end(), deepest = rows[r].deepest();
+    TORCH_CHECK_INDEX(end + deepest + counts[r] <= level.kv.slots && end + deepest <= level.decoder->shape.positions, "row ", r,
+                      " has a tree of ", counts[r], " nodes, ", deepest, " deep, behind ", end, " tokens; the cache has ", level.kv.slots,
+                      " slots and the rotary tables ", level.decoder->shape.positions, " positions");
+  }
+  TORCH_CHECK_VALUE(at == given, given, " nodes for ", at, " places");
+}
+
 // Where a call writes the residual stream in front of these layers; one without layers writes nothing.
 inline Tap checked_tap(const Decoder& decoder, const std::vector<TokenRow>& rows, const std::vector<int64_t>& layers,
                        const std::optional<at::Tensor>& states) {

@@ -96,9 +96,10 @@ struct Ranks {
   int64_t count = 1;
 };
 
-// Consecutive tokens of one row of the batch: they go to slots start, start + 1, ...
+// Consecutive tokens of one row of the batch, at positions start, start + 1, ...
 struct Segment {
   int64_t row, start, first, count;  // first: index of its first token in Pass::tokens
+  bool branch = false;  // of a tree: its keys and values are in Pass::slots, and come to their positions before it attends
 };
 
 // Where the residual stream in front of some layers is written, for heads that read it: of every token of a pass, in the place of its
@@ -118,7 +119,9 @@ struct Pass {
   Decoder* decoder = nullptr;
   RaggedKv kv;
   std::vector<Segment> blocks;                   // of consecutive tokens of one row, short enough to share out
+  std::vector<int64_t> items;                    // the first block of what one thread does: the branches of a tree in order, else a block
   std::vector<int64_t> tokens, positions, rows;  // of all segments, one behind the other
+  std::vector<int64_t> slots;                    // where each token's keys and values are written: its position, if it is no branch's
   std::vector<int64_t> kept;                     // indices of the tokens whose successor is asked for
   RecurrentStates states;                        // of layers that keep some, else none
   std::vector<Run> runs;                         // the tokens as these layers go through them, in order

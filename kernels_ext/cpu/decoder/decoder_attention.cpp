@@ -1,5 +1,6 @@
 // How do the heads of a pass attend? Normed, turned and written to the cache, then weighed with all keys before them.
 #include <algorithm>
+#include <cstring>
 
 #include "decoder_workspace.h"
 
@@ -79,30 +80,37 @@ void Decoder::attention(Team& team, const Pass& pass, const DecoderLayer& layer)
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         const int64_t at[] = {key_at(head), value_at(head)};
         for (int which = 0; which < 2; ++which)
-          kernels.row.narrow(row + at[which], pass.kv.dtype, dim, lane(which, pass.rows[n], head) + position * slot_bytes);
+          kernels.row.narrow(row + at[which], pass.kv.dtype, dim, lane(which, pass.rows[n], head) + pass.slots[n] * slot_bytes);
       }
     }
   });
   const mlspec_acts acts = acts_for(layer.o, tokens);
   const int64_t share = group * dim;  // the elements of one key head's queries: packed where whole groups of a scale
-  const int64_t pieces = pass.blocks.size();
+  const int64_t pieces = pass.blocks.size(), items = pass.items.size();
   const bool whole = share % std::max<int64_t>(32, acts.group) == 0 && !layer.o.order && !layer.o.rotates();
   const bool packs = whole && (pieces == 1 || !rows_share_lines(acts));
-  team.share(pieces * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+  const auto attend = [&](const Segment& block, int64_t head) {
+    for (int64_t t = 0; block.branch && t < block.count; ++t)
+      for (int which = 0; which < 2; ++which)
+        std::memcpy(lane(which, block.row, head) + (block.start + t) * slot_bytes,
+                    lane(which, block.row, head) + pass.slots[block.first + t] * slot_bytes, slot_bytes);
+    const float* const q = w.qkv.data() + block.first * stride + queries_at(head);
+    float* const out = w.context.data() + block.first * width + head * share;
+    const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
+                                     lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
+                                     pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width,
+                                     layer.sinks ? layer.sinks + head * group : nullptr};
+    kernels.attention(&args);
+    for (int64_t t = 0; shape.gated_heads && t < block.count; ++t)
+      kernels.sigmoid_mul(w.head_gates.data() + (block.first + t) * width + head * share, share, out + t * width);
+    const mlspec_pack_args pack{w.context.data(), width, &acts};
+    if (packs) pack_piece(layer.o, pack, block.first, block.first + block.count, head * share, (head + 1) * share);
+  };
+  // A tree's branches come in depth-first order: what a branch is behind lies at its positions, as in a row of its own.
+  team.share(items * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const Segment& block = pass.blocks[item / shape.kv_heads];
-      const int64_t head = item % shape.kv_heads;
-      const float* const q = w.qkv.data() + block.first * stride + queries_at(head);
-      float* const out = w.context.data() + block.first * width + head * share;
-      const mlspec_attention_args args{q, stride, block.count, group, block.start, lane(0, block.row, head),
-                                       lane(1, block.row, head), pass.kv.dtype, dim, layer.window,
-                                       pass.draft_window, shape.attention_scale, shape.attention_softcap, out, width,
-                                       layer.sinks ? layer.sinks + head * group : nullptr};
-      kernels.attention(&args);
-      for (int64_t t = 0; shape.gated_heads && t < block.count; ++t)
-        kernels.sigmoid_mul(w.head_gates.data() + (block.first + t) * width + head * share, share, out + t * width);
-      const mlspec_pack_args pack{w.context.data(), width, &acts};
-      if (packs) pack_piece(layer.o, pack, block.first, block.first + block.count, head * share, (head + 1) * share);
+      const int64_t number = item / shape.kv_heads, behind = number + 1 < items ? pass.items[number + 1] : pieces;
+      for (int64_t b = pass.items[number]; b < behind; ++b) attend(pass.blocks[b], item % shape.kv_heads);
     }
   });
   if (layer.o.rotates()) return rotate_and_pack(team, w.context.data(), width, tokens, layer.o);

@@ -101,14 +101,24 @@ class Feeder {
   }
 
   void add(int64_t row, int64_t position, int64_t token, bool kept) {
+    if (level_.states) run_on(row, position, pass_.tokens.size(), kept);
+    put(row, position, position, token, kept, false);
+  }
+
+  // A node of the tree behind `row`, in depth-first order.
+  void add_node(int64_t row, int64_t position, int64_t slot, int64_t token) { put(row, position, slot, token, true, true); }
+
+  void put(int64_t row, int64_t position, int64_t slot, int64_t token, bool kept, bool branch) {
     const int64_t index = pass_.tokens.size();
-    if (level_.states) run_on(row, position, index, kept);
     Segment* const last = pass_.blocks.empty() ? nullptr : &pass_.blocks.back();
-    if (last && last->row == row && last->count < kAttentionTokens && last->start + last->count == position) {
+    const bool same = last && last->row == row && last->branch == branch;
+    if (same && last->count < kAttentionTokens && last->start + last->count == position) {
       ++last->count;
     } else {
-      pass_.blocks.push_back({row, position, index, 1});
+      if (!(same && branch)) pass_.items.push_back(pass_.blocks.size());
+      pass_.blocks.push_back({row, position, index, 1, branch});
     }
+    pass_.slots.push_back(slot);
     pass_.tokens.push_back(std::clamp<int64_t>(token, 0, level_.decoder->shape.embeddings - 1));
     pass_.positions.push_back(position);
     pass_.rows.push_back(row);
@@ -136,7 +146,7 @@ class Feeder {
     out_.best.insert(out_.best.end(), pass_.best.begin(), pass_.best.end());
     out_.confidence.insert(out_.confidence.end(), pass_.confidence.begin(), pass_.confidence.end());
     if (logits_) logits_ += pass_.kept.size() * level_.decoder->shape.vocab;
-    for (auto* list : {&pass_.tokens, &pass_.positions, &pass_.rows, &pass_.kept}) list->clear();
+    for (auto* list : {&pass_.tokens, &pass_.positions, &pass_.rows, &pass_.kept, &pass_.slots, &pass_.items}) list->clear();
     pass_.blocks.clear();
   }
 
@@ -205,12 +215,14 @@ Scored feed(Driver& driver, Level& level, const std::vector<TokenRow>& rows, con
   for (size_t r = 0; r < rows.size(); ++r) {
     out.offsets.push_back(total);
     if (kept[r] == 0) continue;
-    total += kept[r];
-    const int64_t end = rows[r].end();
+    const int64_t end = rows[r].end(), nodes = rows[r].nodes.size(), deepest = rows[r].deepest();
+    total += kept[r] + nodes;
     level.lengths[r] = std::min(level.lengths[r], end - kept[r]);  // a kept token is scored, cached or not
     feeder.begin(r, level.lengths[r], in_place);
     for (int64_t i = level.lengths[r]; i < end; ++i)
       feeder.add(r, i, rows[r].tokens[i - rows[r].base], i >= end - kept[r]);
+    for (int64_t j = 0; j < nodes; ++j)
+      feeder.add_node(r, end - 1 + rows[r].depths[j], end + deepest + j, rows[r].nodes[j]);
     level.lengths[r] = end;
   }
   out.offsets.push_back(total);

@@ -1,5 +1,6 @@
 // How do several passes become one call? Scoring long rows, drafting token by token, and rounds of draft and check.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -37,10 +38,13 @@ struct Level {
   bool mixes = false;           // as in Pass
 };
 
-// A row from its token number `base` on.
+// A row from its token number `base` on. nodes: guesses that are a tree behind its end, depth first; depths: of each, 1 of those right
+// behind the end, and of every other at most one more than of the node before it.
 struct TokenRow {
   int64_t base = 0;
   std::vector<int64_t> tokens;
+  std::vector<int64_t> nodes = {}, depths = {};
+  int64_t deepest() const { return depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end()); }
   int64_t end() const { return base + static_cast<int64_t>(tokens.size()); }
 };
 
@@ -50,7 +54,8 @@ struct Scored {
   std::vector<float> confidence;
 };
 
-// Feeds every row from lengths[r] to its end; scores its last kept[r] positions (0: the row rests).
+// Feeds every row from lengths[r] to its end, and its tree; scores its last kept[r] positions and all nodes (0: the row rests). Node j has
+// its keys and values in slot end + deepest + j, those of the branch that came last are in slots end, end + 1, ... too.
 // logits: null, or float [sum of kept][vocab].
 Scored score(int threads, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
              bool want_confidence, float* logits);

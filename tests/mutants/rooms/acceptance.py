@@ -9,6 +9,10 @@ CHECKER = "hf_mlspec/speculation/checker.py"
 CHECKED = "hf_mlspec/speculation/drafters/checked.py"
 DRAFT = "hf_mlspec/speculation/draft.py"
 
+SAMPLING = "hf_mlspec/speculation/sampling.py"
+TREES, CPU_TREES = "hf_mlspec/engines/trees.py", "hf_mlspec/engines/cpu/trees.py"
+MASKS = "hf_mlspec/engines/modules/attention.py"
+
 MUTANTS = [
     Mutant(
         "guesses behind a draft's end count", ACCEPTANCE,
@@ -111,5 +115,41 @@ MUTANTS = [
         "runner.lengths = list(runner.follow.lengths)",
         "pass",
         ("speculation/test_kv_overwriting.py::test_a_checked_cache_is_that_of_16_bits",),
+    ),
+    Mutant(
+        "a tree's siblings are compared with the choice behind the row", ACCEPTANCE,
+        "guesses[child] == best[node + 1]",
+        "guesses[child] == best[0]",
+        ("speculation/test_tree_drafts.py::test_the_path_of_own_choices_is_kept",),
+    ),
+    Mutant(
+        "nodes have the noise of their place in the list", SAMPLING,
+        "if parents is None else _offsets(parents, count)",
+        "",
+        ("speculation/test_tree_drafts.py::test_noise_of_a_node_is_that_of_its_position",),
+    ),
+    Mutant(
+        "processors see a row twice in a call", SAMPLING,
+        "for some in _once_each(r_index):",
+        "for some in [list(range(len(places)))]:",
+        ("integration/test_tree_calls.py::test_samples_with_processors_are_those_of_rows",),
+    ),
+    Mutant(
+        "a branch follows what another one left", TREES,
+        "waiting += behind.get(node, [])",
+        "waiting[:0] = behind.get(node, [])",
+        ("engines/test_tree_engines.py::test_a_tree_is_in_an_order_in_which_branches_stay_together",),
+    ),
+    Mutant(
+        "the cache keeps the branch that came last", CPU_TREES,
+        "if self.lying[at] != n]",
+        "if False]",
+        ("engines/test_tree_engines.py::test_the_cache_keeps_a_path",),
+    ),
+    Mutant(
+        "nodes see their siblings", MASKS,
+        "seen[:] = True if parent == END else",
+        "seen[:] = False if parent == END else",
+        ("engines/test_tree_engines.py::test_nodes_of_modules_see_their_own_branch_at_their_own_positions",),
     ),
 ]  # fmt: skip

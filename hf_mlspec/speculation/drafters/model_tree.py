@@ -1,0 +1,99 @@
+"""What does a model propose where it is not sure? Its likeliest tokens at every place, as a tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...engines.engine import Engine
+from ...engines.trees import END, Parents
+from ..checker import catch_up, roll_back
+from ..draft import Draft, Rows
+from ..sampling import Sampler
+from .model import ModelDrafter
+
+# A token beside the likeliest is proposed from this share of the threshold on: less probable ones cost more passes of
+# many tokens than they save.
+BESIDE = 0.125
+
+
+class ModelTree(ModelDrafter):
+    """A model whose drafts are trees. See `ModelDrafter`.
+
+    widths: the most tokens that are proposed behind a token, by depth, one behind the last. With a threshold, nothing
+    is proposed behind a token less probable than it, and beside the likeliest only what is at least `BESIDE` of it;
+    without one the shape is always the same. Each depth is one pass over the tree so far, so that siblings see their
+    own branch alone (tree attention: Miao et al. 2024, "SpecInfer"; EAGLE, Li et al. 2024). Tokens of a row that
+    samples are those of the largest scores with the noise that all levels share (sampling.py).
+    """
+
+    def __init__(self, runner: Engine, sampler: Sampler, name: str, *, widths: list[int], **limits):
+        super().__init__(runner, sampler, name, **limits)
+        self.widths = widths
+
+    @property
+    def in_engine(self) -> bool:
+        """The engine drafts rows."""
+        return False
+
+    def propose(self, rows: Rows, limits: list[int]) -> Draft:
+        self.stats.rounds += 1
+        catch_up(self.runner)
+        if self.max_positions is not None:
+            limits = [min(limit, self.max_positions // 2) for limit in limits]
+        if not any(limits):
+            return Draft.nothing(len(rows), self.runner.device)
+        seen = self._window(rows, limits)
+        draft = Draft.nothing(len(rows), self.runner.device)
+        tokens: Rows = [[] for _ in rows]
+        parents: list[Parents] = [[] for _ in rows]
+        edge = [[END] if limit else [] for limit in limits]  # whose successors are asked for
+        for depth in range(max(limits)):
+            alive = [bool(own) and depth < limit for own, limit in zip(edge, limits, strict=True)]
+            if not any(alive):
+                break
+            guess = draft.guess()
+            logits = self.runner.feed(seen, guess, alive)
+            if self._fresh:
+                self._refuse_nan(logits)
+            scores = self.sampler.scores(logits, rows, guess, alive)
+            found = self._likeliest(scores, rows, draft, alive, depth)
+            lines = zip(tokens, parents, edge, found, alive, strict=True)
+            edge = [self._grow(*one) if on else [] for *one, on in lines]
+            draft = Draft.trees(tokens, parents, self.runner.device)
+            roll_back(self.runner, [len(row) for row in seen])
+        self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
+        return draft
+
+    def _likeliest(
+        self, scores: Tensor, rows: Rows, draft: Draft, alive: list[bool], depth: int
+    ) -> list[list[list[tuple[int, float]]]]:
+        """Per row and position (0: its end, node j: j + 1) the tokens to propose behind it, with probabilities."""
+        firsts, parents = [len(row) for row in rows], draft.parents if draft.branches else None
+        lengths = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
+        probabilities = self.sampler.probabilities(scores)
+        taken, sure = [], []
+        for _ in range(self.widths[depth] if depth < len(self.widths) else 1):
+            best = self.sampler.choose(scores, firsts, lengths, parents)[..., None].clamp(min=0)
+            taken.append(best)
+            sure.append(probabilities.gather(2, best))
+            scores = scores.scatter(2, best, float("-inf"))
+        pairs = zip(torch.cat(taken, 2).tolist(), torch.cat(sure, 2).tolist(), strict=True)
+        return [
+            [list(zip(own, p, strict=True)) for own, p in zip(lines, chances, strict=True)] for lines, chances in pairs
+        ]
+
+    def _grow(
+        self, tokens: list[int], parents: Parents, edge: list[int], found: list[list[tuple[int, float]]]
+    ) -> list[int]:
+        """Append to a row's tree what was found behind its edge; the nodes that are the next edge."""
+        further = []
+        for node in edge:
+            for place, (token, chance) in enumerate(found[node + 1]):
+                if place and chance < max(self.threshold * BESIDE, 1e-9):
+                    continue
+                if chance >= self.threshold:
+                    further.append(len(tokens))
+                tokens.append(token)
+                parents.append(node)
+        return further
