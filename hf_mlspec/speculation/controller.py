@@ -33,7 +33,7 @@ from .search import Choice, Search
 from .steady import Steady
 from .untold import TRIAL_SHARE, Learner
 
-_AHEAD = 256  # tokens that a row may still gain, for which trials have their share in advance where nothing is remembered
+_AHEAD = 256  # tokens that a row may still gain, for which trials may spend in advance where nothing is remembered
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
