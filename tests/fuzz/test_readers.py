@@ -127,7 +127,8 @@ def router_saying(tmp_path, **said):
 
 @pytest.mark.parametrize("said", [
     {"text": "{"}, {"text": "3"}, {"text": DEEP.decode()}, {"widths": None}, {"model": 3}, {"hidden": 2**40},
-    {"hidden": True}, {"temperature": True}, {"hidden": 0}, {"temperature": -1.0}, {"average": None},
+    {"hidden": True}, {"temperature": True}, {"hidden": 0}, {"temperature": -1.0},
+    {"temperature": 10**400}, {"average": None},
 ])  # fmt: skip
 def test_a_router_whose_header_says_nonsense(tmp_path, said):
     """2**40 units would be asked for memory before a tensor is read."""
