@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,9 +211,9 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
                if name not in told or not isinstance(told[name], kind) or isinstance(told[name], bool)]  # fmt: skip
     if missing:
         raise ValueError(f"{path}: its header says no {', '.join(missing)}: the router is damaged; train it again")
-    if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] < math.inf:
+    if not 1 <= told["hidden"] <= os.stat(path).st_size or not 0 < told["temperature"] <= sys.float_info.max:
         raise ValueError(f"{path}: its header says {told['hidden']} hidden units and a temperature of "
-                         f"{told['temperature']}: the router is damaged; train it again")
+                         f"{told['temperature']!r:.60}: the router is damaged; train it again")
     every, share = told.get("every", PROMPT), told.get("step_share", STEP_SHARE)
     if every not in EVERY or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise ValueError(f"{path}: its header says a choice every {every!r}, with a share of {share!r} of the token: "

@@ -142,7 +142,10 @@ def _check_messages(messages: Any) -> None:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise invalid(f"messages[{place}].content", "a part of a content must be a text; images and sound "
                                                             "cannot be read")
-        for call in message.get("tool_calls") or []:
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise invalid(f"messages[{place}].tool_calls", "tool_calls must be a list")
+        for call in calls:
             try:
                 json.loads(call["function"]["arguments"])
             except (KeyError, TypeError, ValueError):

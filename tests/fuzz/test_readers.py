@@ -127,7 +127,8 @@ def router_saying(tmp_path, **said):
 
 @pytest.mark.parametrize("said", [
     {"text": "{"}, {"text": "3"}, {"text": DEEP.decode()}, {"widths": None}, {"model": 3}, {"hidden": 2**40},
-    {"hidden": True}, {"temperature": True}, {"hidden": 0}, {"temperature": -1.0}, {"average": None},
+    {"hidden": True}, {"temperature": True}, {"hidden": 0}, {"temperature": -1.0},
+    {"temperature": 10**400}, {"average": None},
 ])  # fmt: skip
 def test_a_router_whose_header_says_nonsense(tmp_path, said):
     """2**40 units would be asked for memory before a tensor is read."""
@@ -281,3 +282,8 @@ def test_a_result_of_more_tokens_than_floats_hold(tmp_path):
     found = report_lines.read([tmp_path / "results.jsonl"])
     assert [one["tokens"] for one in found.records] == [3]
     assert "line 2: a line of kind 'perplexity' that cannot be read (OverflowError" in found.remarks[0]
+
+
+def test_a_message_whose_tool_calls_are_a_number():
+    with pytest.raises(ApiError, match="tool_calls must be a list"):
+        _check_messages([{"role": "assistant", "content": "x", "tool_calls": 1e308}])
