@@ -151,5 +151,6 @@ def test_eight_threads_with_changes_in_between():
     assert found.calls >= 8 * 3 * 3
     assert found.changes > 0
     threads, files, _ = zip(*found.sizes, strict=True)
-    assert threads[-1] <= max(threads[:2])  # behind the first, what a process starts once is there
-    assert files[-1] <= max(files[:2])
+    # Behind the first, what a process starts once is there but for a few; 72 calls would leave more than those.
+    assert threads[-1] <= max(threads[:2]) + 3
+    assert files[-1] <= max(files[:2]) + 3
