@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HEADS, DIM = 3, 2, 4
 DECODER = SimpleNamespace(num_layers=LAYERS, sizes=SimpleNamespace(kv_heads=HEADS, head_dim=DIM),
                           dtype=torch.bfloat16, device=torch.device("cpu"))  # fmt: skip
-# What is done to 4096 slots of 2 rows: the rows and slots that are kept, MiB then, and more than the peak.
+# What is done to 4096 slots of 2 rows: the rows and slots that are kept, MiB then, and what the peak stays below.
 CHANGES = {
     "cache.reserve(4097)": (2, 4096, 384, 450), "cache.extend_rows(1)": (2, 4096, 384, 450),
     "cache.select([1], 4096); cache.shrink(1000)": (1, 1024, 32, 320),
