@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eval.records.machine import memory_of_process
+from hf_mlspec.calibration import freed
 from hf_mlspec.calibration.freed import release_pages
 
 SIZE = 32 << 20
@@ -40,10 +41,17 @@ def test_other_memory_stays():
     assert before is None or memory_of_process("RssAnon") > before - own.nbytes // 2
 
 
+# Without what the package itself imports, which takes seconds.
 _HELD = """
+import sys
 import torch
-from eval.records.machine import memory_of_process
-from hf_mlspec.calibration.freed import large_apart
+
+with open(sys.argv[1]) as source:
+    exec(source.read())  # large_apart
+
+def memory_of_process(key):
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
 
 SIZE = 32 << 20
 torch.ones(SIZE // 4 - 4096)  # glibc by itself keeps apart what is larger than the largest that was freed
@@ -59,5 +67,5 @@ with large_apart():
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says what a process holds")
 def test_large_tensors_are_given_back_as_soon_as_they_are_freed():
     """In a process of its own: this one may have room for them from before."""
-    done = subprocess.run([sys.executable, "-c", _HELD], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _HELD, freed.__file__], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

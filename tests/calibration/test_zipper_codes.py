@@ -185,13 +185,12 @@ def test_words_of_other_calls_are_refused():
         method_for("quarot+smoothquant", "int4-int8")
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, saved_model):
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    path = hf_mlspec.demo_pair()[0]
     text.write_text("def add(a, b):\n    return a + b\n" * 400, encoding="utf-8")
     asked = ["--format", "zipper", "--mode", "clamp", "--method", "quarot+smoothquant+gptq"]
-    asked += ["--calibration", str(text), "--samples", "4", "--tokens", "64"]
-    assert main(["quantize", str(path), str(out), *asked, "--json"]) == 0
+    asked += ["--calibration", str(text), "--samples", "2", "--tokens", "32"]
+    assert main(["quantize", str(saved_model), str(out), *asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["quantized"]["format"] == "zipper"
     assert told["calibrated"]["record"]["method"] == "quarot+smoothquant+gptq"

@@ -49,7 +49,7 @@ def test_some_cases():
 
 @pytest.mark.slow
 def test_more_cases():
-    assert outcomes(1, range(200))["right"] >= 120
+    assert outcomes(1, range(100))["right"] >= 60
 
 
 def test_some_state_machines():
@@ -60,7 +60,7 @@ def test_some_state_machines():
 
 @pytest.mark.slow
 def test_more_state_machines():
-    assert run_machine("fixed, slow", 30, Counter()) == ""
+    assert run_machine("fixed, slow", 15, Counter()) == ""
 
 
 def test_a_case_is_drawn_again_by_its_number():
@@ -151,5 +151,6 @@ def test_eight_threads_with_changes_in_between():
     assert found.calls >= 8 * 3 * 3
     assert found.changes > 0
     threads, files, _ = zip(*found.sizes, strict=True)
-    assert threads[-1] <= max(threads[:2])  # behind the first, what a process starts once is there
-    assert files[-1] <= max(files[:2])
+    # Behind the first, what a process starts once is there but for a few; 72 calls would leave more than those.
+    assert threads[-1] <= max(threads[:2]) + 3
+    assert files[-1] <= max(files[:2]) + 3

@@ -234,5 +234,6 @@ class _Clock:
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
         if self.seen == self.counts.inputs:
+            self.seen = -1  # the next strike may come before the next input
             raise _TooLong
         self.seen = self.counts.inputs

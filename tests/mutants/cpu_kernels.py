@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     _mutant(
         "keys lie one slot early", ATTENTION,
-        "head) + position * slot_bytes);", "head) + (position - (position > 0)) * slot_bytes);",
+        "head) + pass.slots[n] * slot_bytes);", "head) + (pass.slots[n] - (pass.slots[n] > 0)) * slot_bytes);",
         _NEAR,
     ),
     _mutant(

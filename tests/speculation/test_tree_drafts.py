@@ -20,7 +20,7 @@ from hf_mlspec.speculation.drafters.prompt_lookup import PromptLookup
 from hf_mlspec.speculation.row_sampling import RowRule, RowSampler
 from hf_mlspec.speculation.sampling import Sampler
 
-DRAWS = 200_000
+DRAWS = 50_000
 TARGET, FIRST, SECOND, THIRD, FOURTH = (table(seed) for seed in range(5))
 
 #            6 -> 7 -> 8
@@ -279,7 +279,7 @@ CHAINS = {
     "depth 4": (lambda: model_tree(FIRST, [2, 2, 1, 1]), 5, 10_000),
     "below a level": (lambda: chain([SECOND], model_tree(FIRST, [2, 2]), threshold=0.3), 4, 10_000),
     "below three levels": (lambda: chain([FOURTH, THIRD, SECOND], model_tree(FIRST, [2, 1])), 4, 2_000),
-    "200,000 sequences": (lambda: model_tree(FIRST, [2]), 3, DRAWS),
+    "50,000 sequences": (lambda: model_tree(FIRST, [2]), 3, DRAWS),
 }
 
 
