@@ -19,6 +19,7 @@ from ...engines.prefixes import bytes_of
 from ...engines.rows import require_memory
 from ...nn.adapters import without_wrapper
 from ...nn.agreement import agreed, raise_if_shared
+from ...nn.shards import is_shared
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
@@ -157,6 +158,8 @@ class _Stream:
                     ended = self._join(item, joining)
                     if ended is not None:
                         yield [ended]
+                if is_shared(self.model):
+                    self.arrivals.raise_failure()
                 if over := self._read_on(going, joining):
                     yield over
                 if self.arrivals.exhausted and not (going or joining or self.prompts.reading):
@@ -230,6 +233,7 @@ class _Stream:
                 request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
+        self._raise_if_alone(one)
         number, joins = self.admitted, False
         try:
             joins = one.error is None and self.prompts.take(number, one, opening)
@@ -248,6 +252,12 @@ class _Stream:
         self.told.prompt_tokens += one.stats.prompt_tokens
         self.told.prefix_tokens += one.stats.prefix_tokens
         return None
+
+    def _raise_if_alone(self, one: Admitted) -> None:
+        """Raise what the caller's code raised for a request, where processes share the model: on others it may not
+        have failed, and they would go on with a row that ended here."""
+        if one.by_caller and is_shared(self.model):
+            raise one.error
 
     def _require_memory(self, one: Admitted, beside: int) -> None:
         """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read to."""
@@ -311,6 +321,7 @@ class _Stream:
                 one.finish_reason = "length"
             if one.finish_reason:
                 one.stats.seconds = time.perf_counter() - one.began
+                self._raise_if_alone(one)
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _advanced(self) -> list[int]:
@@ -335,12 +346,12 @@ class _Stream:
         try:
             count, stopped = one.stop(0, row, good)
         except Exception as error:  # a criterion of this request
-            one.fail(error)
+            one.fail(error, by_caller=True)
             return 0, True
         if stopped:
             one.finish_reason = "stop"
         elif len(good) < len(tokens):
-            one.fail(one.rule.error)
+            one.fail(one.rule.error, by_caller=not isinstance(one.rule.error, FloatingPointError))  # else of logits
             self.spoiled.add(number)
         elif one.request.cancelled:
             one.finish_reason = "cancelled"
