@@ -360,7 +360,8 @@ def breaking_off():
 @pytest.mark.parametrize("what", ["late processor", "criterion", "streamer", "source"])
 def test_where_processes_share_the_model_the_callers_errors_end_the_stream(monkeypatch, what):
     """Another process may know nothing of them: it would go on with a row that ended here, and wait for its part."""
-    monkeypatch.setattr("hf_mlspec.integration.stream.stream.is_shared", lambda model: True)
+    for name in ("request", "arrivals"):
+        monkeypatch.setattr(f"hf_mlspec.integration.stream.{name}.is_shared", lambda model: True)
     bad, error, words = BAD.get(what, (None, OSError, "broke off"))
     requests = breaking_off() if bad is None else [Request(IDS), bad]
     with pytest.raises(error, match=words):
@@ -368,7 +369,8 @@ def test_where_processes_share_the_model_the_callers_errors_end_the_stream(monke
 
 
 def test_where_processes_share_the_model_a_wrong_request_fails_alone(monkeypatch):
-    monkeypatch.setattr("hf_mlspec.integration.stream.stream.is_shared", lambda model: True)
+    for name in ("request", "arrivals"):
+        monkeypatch.setattr(f"hf_mlspec.integration.stream.{name}.is_shared", lambda model: True)
     requests = [Request(IDS), BAD["beyond the vocabulary"][0]]  # as it does on all processes
     done = list(generate_stream(TARGET, requests, max_batch=2, assistant_models=[NEAR], **GREEDY))
     (failed,) = [completion for completion in done if completion.error is not None]

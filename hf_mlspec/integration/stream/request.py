@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...nn.shards import is_shared
 from ...ops.integers import integers
 from ...speculation.row_sampling import RowRule
 from ...speculation.sampling import drawn_seed
@@ -151,6 +152,12 @@ class Admitted:
         """The request ends with this error, or the one that came before it; its tokens so far stay."""
         self.finish_reason, self.error = "error", self.error or error
         self.by_caller |= by_caller
+
+    def raise_if_alone(self, model: PreTrainedModel) -> None:
+        """Raise what the caller's code raised, where processes share the model: on others it may not have failed, and
+        they would go on with a row that ended here."""
+        if self.by_caller and is_shared(model):
+            raise self.error
 
     def stream(self, tokens: Tensor) -> None:
         """Hand tokens to the request's streamer, whose failure ends this request only."""

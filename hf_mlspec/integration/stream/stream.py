@@ -19,7 +19,6 @@ from ...engines.prefixes import bytes_of
 from ...engines.rows import require_memory
 from ...nn.adapters import without_wrapper
 from ...nn.agreement import agreed, raise_if_shared
-from ...nn.shards import is_shared
 from ...speculation.checker import Verdict
 from ...speculation.draft import Rows
 from ...speculation.loop import Loop
@@ -107,7 +106,7 @@ def _made(
         prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)
-    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, live, telling, prompts)
+    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests), model), max_batch, live, telling, prompts)
 
 
 def _check_call(model: PreTrainedModel, requests: Any, max_batch: Any, tokenizer: Any) -> None:
@@ -155,11 +154,8 @@ class _Stream:
             while True:
                 joining: list[int] = []
                 while self._has_slot(going, joining) and (item := self.arrivals.next()) is not None:
-                    ended = self._join(item, joining)
-                    if ended is not None:
+                    if (ended := self._join(item, joining)) is not None:
                         yield [ended]
-                if is_shared(self.model):
-                    self.arrivals.raise_failure()
                 if over := self._read_on(going, joining):
                     yield over
                 if self.arrivals.exhausted and not (going or joining or self.prompts.reading):
@@ -233,7 +229,7 @@ class _Stream:
                 request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
-        self._raise_if_alone(one)
+        one.raise_if_alone(self.model)
         number, joins = self.admitted, False
         try:
             joins = one.error is None and self.prompts.take(number, one, opening)
@@ -252,12 +248,6 @@ class _Stream:
         self.told.prompt_tokens += one.stats.prompt_tokens
         self.told.prefix_tokens += one.stats.prefix_tokens
         return None
-
-    def _raise_if_alone(self, one: Admitted) -> None:
-        """Raise what the caller's code raised for a request, where processes share the model: on others it may not
-        have failed, and they would go on with a row that ended here."""
-        if one.by_caller and is_shared(self.model):
-            raise one.error
 
     def _require_memory(self, one: Admitted, beside: int) -> None:
         """torch.OutOfMemoryError for a row without room beside the live ones. beside: bytes its prompt is read to."""
@@ -289,8 +279,7 @@ class _Stream:
         loop, left = self.loop, set(range(len(self.loop.rows))) - set(going)
         free = sorted(r for r in left if loop.numbers[r] not in self.spoiled)  # a masked NaN is still a NaN
         with torch.inference_mode():
-            places = free[: len(joining)]
-            new = [self.live[number] for number in joining[: len(free)]]
+            places, new = free[: len(joining)], [self.live[number] for number in joining[: len(free)]]
             loop.replace(places, [one.row for one in new], [one.budget for one in new], joining[: len(free)])
             for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
@@ -321,7 +310,7 @@ class _Stream:
                 one.finish_reason = "length"
             if one.finish_reason:
                 one.stats.seconds = time.perf_counter() - one.began
-                self._raise_if_alone(one)
+                one.raise_if_alone(self.model)
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _advanced(self) -> list[int]:
