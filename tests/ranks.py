@@ -154,11 +154,16 @@ def fails(path: str, shared: DistributedConfig) -> dict:
         model.generate(ids, assistant_models=["mxfp4"], max_new_tokens=24,
                        stopping_criteria=[Failing(lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool))])
 
+    def by_the_caller_in_a_stream():
+        fails = Failing(lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool))
+        requests = [hf_mlspec.Request(PROMPTS[0], stopping_criteria=[fails]), *PROMPTS[1:]]
+        list(hf_mlspec.generate_stream(model, requests, max_new_tokens=24, assistant_models=["mxfp4"]))
+
     def on_all():
         model.generate(ids, assistant_models=["mxfp4"], max_new_tokens=24, num_beams=2)
 
     told = {}
-    for call in (in_a_sum, before_a_step, in_a_stream, by_the_caller, on_all):
+    for call in (in_a_sum, before_a_step, in_a_stream, by_the_caller, by_the_caller_in_a_stream, on_all):
         began = time.time()
         error = error_of(call)
         told[call.__name__] = {"errors": of_all(error), "seconds": of_all(time.time() - began),

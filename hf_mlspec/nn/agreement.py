@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -22,6 +22,7 @@ from .shards import group_of, is_shared, local
 
 _LOOKS = timedelta(seconds=1)
 _PATIENCE = timedelta(seconds=20)  # for the others to say where they are
+_GONE = "gone"  # where the store has why nothing can be exchanged any more
 _exchanges: dict[str, Exchange] = {}  # by the name of their group
 
 
@@ -78,7 +79,14 @@ class Exchange:
 
     def _wait(self, work: dist.Work, own: Tensor) -> None:
         while not self._over(work, _LOOKS):
-            if self._failed():
+            try:
+                failed = self._failed()
+                if self._store.check([_GONE]):
+                    self._give_up(self._store.get(_GONE).decode())
+            except RuntimeError as error:
+                self._give_up(f"the store of the processes that share the model is gone ({_line(error)})")
+            self.require_all()
+            if failed:
                 raise RankFailed(self._meet(work, own))
 
     def _over(self, work: dist.Work, patience: timedelta) -> bool:
@@ -92,8 +100,7 @@ class Exchange:
         try:
             work.wait(patience)  # it was over just now, or is broken
         except RuntimeError as error:
-            self.gone = f"a process that shares the model is gone ({str(error).splitlines()[0]})"
-            self._say("failed", self.gone)
+            self._give_up(f"a process that shares the model is gone ({_line(error)})")
             self.require_all()
         return True
 
@@ -111,13 +118,22 @@ class Exchange:
                 filler = torch.zeros(waits[0], dtype=waits[1])
                 if not self._over(self._begun([torch.empty_like(filler) for _ in every], filler), _PATIENCE):
                     raise RankFailed("they wait for different things")
+            if self._store.check([_GONE]):
+                raise RankFailed("one of them did not wait for it")
             told = next(iter(self._failed()), "a process that shares the model failed")
         except RuntimeError as error:  # of the store, too: who has to answer is not there, or is somewhere else
             failed = next(iter(self._failed_quietly()), "a process that shares the model failed")
-            self.gone = self.gone or f"{failed}, and not all processes heard of it ({str(error).splitlines()[0]})"
+            self._give_up(f"{failed}, and not all processes heard of it ({_line(error)})")
             return self.gone
         self.failures += 1
         return told
+
+    def _give_up(self, why: str) -> None:
+        """Exchange nothing any more, and let those know that wait, now or in a later call."""
+        if self.gone is None:
+            self.gone = why
+            with suppress(RuntimeError):  # of a store that is gone, too
+                self._store.set(_GONE, why)
 
     def _failed(self) -> list[str]:
         """Who failed, and of what."""
@@ -137,13 +153,17 @@ class Exchange:
     def _say(self, what: str, said: str | bytes) -> None:
         try:
             self._store.set(self._key(what, self.index), said)
-        except RuntimeError:  # its store is gone with the process that kept it
-            self.gone = self.gone or "the store of the processes that share the model is gone"
+        except RuntimeError as error:  # its store is gone with the process that kept it
+            self._give_up(f"the store of the processes that share the model is gone ({_line(error)})")
 
     def _get(self, what: str, index: int) -> bytes:
         key = self._key(what, index)
         self._store.wait([key], _PATIENCE)
         return self._store.get(key)
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def exchange_of(group: dist.ProcessGroup) -> Exchange:

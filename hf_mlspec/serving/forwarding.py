@@ -34,7 +34,7 @@ async def forwarded(request: Request, ask: Ask, most: int) -> Response:
         error = ApiError(413, f"the body of a request has at most {most} bytes", code="request_too_large")
         return JSONResponse(error.body(), error.status)
     headers = [(name, value) for name, value in request.headers.raw if name != b"content-length"]
-    parts = (request.method, request.url.path, request.url.query.encode(), headers, body)
+    parts = (request.method, _path(request), request.url.query.encode(), headers, body)
     beginning, said = beginning_of(body) if request.method == "POST" else "", "none is there"
     for _ in range(_ATTEMPTS):
         messages = ask(beginning, parts)
@@ -61,6 +61,12 @@ async def _events(messages: AsyncGenerator[dict[str, Any]], first: dict[str, Any
     except Exception as error:  # the status is sent already
         said = next(iter(str(error).splitlines()), type(error).__name__)
         yield f"data: {json.dumps(_lost(said).body())}\n\n".encode()
+
+
+def _path(request: Request) -> str:
+    """Behind the prefix of the application, such as its `route_prefix`."""
+    prefix, path = request.scope.get("root_path", "").rstrip("/"), request.scope["path"]
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 async def _body(request: Request, most: int) -> bytes | None:

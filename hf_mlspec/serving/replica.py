@@ -18,7 +18,7 @@ from typing import Any
 from ..engines.prefixes import bytes_of
 from ..integration.config import SpeculationConfig
 from ..integration.hook import enable
-from ..integration.levels.load import hide_progress_bars, load_causal_lm
+from ..integration.levels.load import DTYPES, hide_progress_bars, load_causal_lm
 from ..integration.levels.resolve import nested_for
 from .backend_end import BackendEnd
 from .http_end import HttpEnd
@@ -59,10 +59,20 @@ class Served:
         if missing:
             raise ValueError(f"args lacks {missing[0]!r}: name the folder of a model")
         found = cls(**given)
-        if not isinstance(found.levels, (list, tuple)):
-            raise ValueError(f"args: levels is {found.levels!r}, it must be a list of words and folders")
+        found._check()
         found.options()
         return found
+
+    def _check(self) -> None:
+        if not isinstance(self.levels, (list, tuple)) or not all(isinstance(level, str) for level in self.levels):
+            raise ValueError(f"args: levels is {self.levels!r}, it must be a list of words and folders")
+        for name in ("model", "dtype", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"args: {name} is {getattr(self, name)!r}, it must be a word or a folder")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"args: dtype is {self.dtype!r}, choose one of {', '.join(DTYPES)}")
+        if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1:
+            raise ValueError(f"args: slots is {self.slots!r}, it must be 1 or more answers decoded at a time")
 
     def options(self) -> Options:
         """Those of a server; ValueError for limits and settings that cannot be."""

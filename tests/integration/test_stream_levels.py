@@ -171,3 +171,17 @@ def test_a_stream_that_is_captured_makes_no_rounds_of_the_host(rounds, monkeypat
     monkeypatch.setattr(HostRounds, "__init__", counted)
     (done,) = generate_stream(target, [[5, 6]], assistant_models=[near(target, 0.05)], max_new_tokens=5, **SETTINGS)
     assert (len(done.new_tokens), bool(rounds), made) == (5, True, [])
+
+
+def test_where_processes_share_the_model_an_error_of_a_level_ends_the_stream(monkeypatch):
+    """It may be what another process told: to go on with the target alone would wait for that one for ever."""
+    target = tiny(seed=2, dtype=torch.float32)
+    level = Right("rollback", target.generate(torch.tensor([[5, 6]]), max_new_tokens=20, **SETTINGS)[0].tolist())
+
+    def raised(model, error):
+        raise error
+
+    monkeypatch.setattr("hf_mlspec.integration.stream.rounds.raise_if_shared", raised)
+    with pytest.raises(ArithmeticError, match="no more guesses"):
+        list(generate_stream(target, [[5, 6]], assistant_models=[level], max_new_tokens=20,
+                             speculation_config={"num_draft_tokens": 2}, **SETTINGS))  # fmt: skip

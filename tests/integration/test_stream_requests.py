@@ -350,3 +350,29 @@ def test_counts_of_the_whole_stream():
         own = sum(getattr(completion.speculation.levels[0], name) for completion in done)
         assert own == getattr(stats.levels[0], name) > 0
     assert stats.target_cache_bytes > 0
+
+
+def breaking_off():
+    yield Request(IDS)
+    raise OSError("the source broke off")
+
+
+@pytest.mark.parametrize("what", ["late processor", "criterion", "streamer", "source"])
+def test_where_processes_share_the_model_the_callers_errors_end_the_stream(monkeypatch, what):
+    """Another process may know nothing of them: it would go on with a row that ended here, and wait for its part."""
+    for name in ("request", "arrivals"):
+        monkeypatch.setattr(f"hf_mlspec.integration.stream.{name}.is_shared", lambda model: True)
+    bad, error, words = BAD.get(what, (None, OSError, "broke off"))
+    requests = breaking_off() if bad is None else [Request(IDS), bad]
+    with pytest.raises(error, match=words):
+        list(generate_stream(TARGET, requests, max_batch=2, assistant_models=[NEAR], **GREEDY))
+
+
+def test_where_processes_share_the_model_a_wrong_request_fails_alone(monkeypatch):
+    for name in ("request", "arrivals"):
+        monkeypatch.setattr(f"hf_mlspec.integration.stream.{name}.is_shared", lambda model: True)
+    requests = [Request(IDS), BAD["beyond the vocabulary"][0]]  # as it does on all processes
+    done = list(generate_stream(TARGET, requests, max_batch=2, assistant_models=[NEAR], **GREEDY))
+    (failed,) = [completion for completion in done if completion.error is not None]
+    assert "token 64" in str(failed.error)
+    assert [one.sequence for one in done if one is not failed] == [generated()]

@@ -81,6 +81,10 @@ def test_a_replica_answers_as_generate_alone(alone):
     ({"model": TARGET, "limits": {"new_tokens": 0}}, "the limit new_tokens is 0"),
     ({"model": TARGET, "limits": {"tokens": 1}}, "tokens"),
     ({"model": TARGET, "prefix_cache": "much"}, "prefix_cache"),
+    ({"model": TARGET, "levels": ["mxfp4", 3]}, r"levels is \['mxfp4', 3\], it must be a list of words"),
+    ({"model": TARGET, "dtype": "bf17"}, "dtype is 'bf17', choose one of .*bfloat16"),
+    ({"model": TARGET, "slots": "8"}, "slots is '8', it must be 1 or more"),
+    ({"model": TARGET, "device": 0}, "device is 0, it must be a word"),
 ])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused_before_a_model_is_loaded(args, said):
     with pytest.raises(ValueError, match=said):
@@ -146,6 +150,23 @@ def test_every_request_has_an_answer_where_replicas_die():
     assert text.startswith(b"data: 1\n\ndata: {")
     assert json.loads(text.split(b"data: ")[2])["error"]["code"] == "replica_lost"
     assert answer([[json_]], body=b"x" * 101)[::2] == (413, 0)
+
+
+@pytest.mark.parametrize(("prefix", "path"), [("", "/v1/models"), ("/code", "/code/v1/models"), ("/", "/v1/models")])
+def test_a_replica_does_not_see_the_prefix_of_its_application(prefix, path):
+    asked = []
+
+    async def ask(beginning, own):
+        asked.append(own)
+        yield {"type": "http.response.start", "status": 204, "headers": []}
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": prefix, "query_string": b"a=b", "headers": [],
+             "server": ("a", 80), "scheme": "http"}  # fmt: skip
+    assert asyncio.run(forwarded(Request(scope, receive), ask, 100)).status_code == 204
+    assert asked == [("GET", "/v1/models", b"a=b", [], b"")]
 
 
 @pytest.mark.skipif(serve is not None, reason="Ray is installed: what its absence says cannot be seen")

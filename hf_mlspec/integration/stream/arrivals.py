@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from ...nn.shards import is_shared
+
 
 class Arrivals:
     """The requests of a stream. exhausted: no more come. failure: what ended the source, kept until nothing is in
-    flight."""
+    flight; raised at once where processes share the model, as others may know nothing of it."""
 
-    def __init__(self, source: Iterator):
-        self.source, self.exhausted = source, False
+    def __init__(self, source: Iterator, model: PreTrainedModel):
+        self.source, self.exhausted, self.at_once = source, False, is_shared(model)
         self.failure: Exception | None = None
 
     def next(self) -> Any:
@@ -23,6 +27,8 @@ class Arrivals:
         except StopIteration:
             self.exhausted = True
         except Exception as error:  # of the caller's own source; an interrupt goes through at once
+            if self.at_once:
+                raise
             self.exhausted, self.failure = True, error
         return None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...nn.shards import is_shared
 from ...ops.integers import integers
 from ...speculation.row_sampling import RowRule
 from ...speculation.sampling import drawn_seed
@@ -110,7 +111,8 @@ class Completion:
 class Admitted:
     """A request that is being decoded: its row, how its tokens are chosen, and how it ends.
 
-    row: the prompt's unmasked tokens, then the committed ones. budget: tokens it may gain.
+    row: the prompt's unmasked tokens, then the committed ones. budget: tokens it may gain. by_caller: the error came
+    from the caller's own code.
     """
 
     request: Request
@@ -123,6 +125,7 @@ class Admitted:
     stats: SpeculationStats
     finish_reason: str | None = None
     error: Exception | None = None
+    by_caller: bool = False
 
     def __post_init__(self) -> None:
         self.stats.prompt_tokens = len(self.row)
@@ -145,9 +148,16 @@ class Admitted:
             self.stats.levels.append(found)
         return found
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, by_caller: bool = False) -> None:
         """The request ends with this error, or the one that came before it; its tokens so far stay."""
         self.finish_reason, self.error = "error", self.error or error
+        self.by_caller |= by_caller
+
+    def raise_if_alone(self, model: PreTrainedModel) -> None:
+        """Raise what the caller's code raised, where processes share the model: on others it may not have failed, and
+        they would go on with a row that ended here."""
+        if self.by_caller and is_shared(model):
+            raise self.error
 
     def stream(self, tokens: Tensor) -> None:
         """Hand tokens to the request's streamer, whose failure ends this request only."""
@@ -155,7 +165,7 @@ class Admitted:
             try:
                 self.request.streamer.put(tokens)
             except Exception as error:  # the caller's own code, whatever it raises
-                self.fail(error)
+                self.fail(error, by_caller=True)
 
     def end_stream(self) -> None:
         """Tell the request's streamer that no more tokens come."""

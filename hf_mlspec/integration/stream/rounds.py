@@ -243,8 +243,9 @@ def _end(one: Admitted) -> int:
 
 def _leave_out(chain: Chain, failures: list[str], error: Exception) -> None:
     """A level failed: the target goes on alone, in this loop and in those to come, with the same tokens."""
-    failures.append(str(error) or repr(error))
     model = chain.target.runner.model
+    raise_if_shared(model, error)
+    failures.append(str(error) or repr(error))
     say_once(model, f"{type(model).__name__}: levels failed, the stream goes on with the target alone: {error!r}")
     _without_levels(chain)
 

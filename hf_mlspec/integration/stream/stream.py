@@ -106,7 +106,7 @@ def _made(
         prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)
-    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests)), max_batch, live, telling, prompts)
+    return _Stream(model, chain, rules, prepare, Arrivals(iter(requests), model), max_batch, live, telling, prompts)
 
 
 def _check_call(model: PreTrainedModel, requests: Any, max_batch: Any, tokenizer: Any) -> None:
@@ -154,8 +154,7 @@ class _Stream:
             while True:
                 joining: list[int] = []
                 while self._has_slot(going, joining) and (item := self.arrivals.next()) is not None:
-                    ended = self._join(item, joining)
-                    if ended is not None:
+                    if (ended := self._join(item, joining)) is not None:
                         yield [ended]
                 if over := self._read_on(going, joining):
                     yield over
@@ -230,6 +229,7 @@ class _Stream:
                 request.end_stream()
             return Completion(request, [], [], "error", error)
         one.stream(one.prompts.input_ids.cpu())
+        one.raise_if_alone(self.model)
         number, joins = self.admitted, False
         try:
             joins = one.error is None and self.prompts.take(number, one, opening)
@@ -279,8 +279,7 @@ class _Stream:
         loop, left = self.loop, set(range(len(self.loop.rows))) - set(going)
         free = sorted(r for r in left if loop.numbers[r] not in self.spoiled)  # a masked NaN is still a NaN
         with torch.inference_mode():
-            places = free[: len(joining)]
-            new = [self.live[number] for number in joining[: len(free)]]
+            places, new = free[: len(joining)], [self.live[number] for number in joining[: len(free)]]
             loop.replace(places, [one.row for one in new], [one.budget for one in new], joining[: len(free)])
             for r, one in zip(places, new, strict=True):
                 self.rules[r] = one.rule
@@ -311,6 +310,7 @@ class _Stream:
                 one.finish_reason = "length"
             if one.finish_reason:
                 one.stats.seconds = time.perf_counter() - one.began
+                one.raise_if_alone(self.model)
         return [r for r in going if not self.live[self.loop.numbers[r]].finish_reason]
 
     def _advanced(self) -> list[int]:
@@ -335,12 +335,12 @@ class _Stream:
         try:
             count, stopped = one.stop(0, row, good)
         except Exception as error:  # a criterion of this request
-            one.fail(error)
+            one.fail(error, by_caller=True)
             return 0, True
         if stopped:
             one.finish_reason = "stop"
         elif len(good) < len(tokens):
-            one.fail(one.rule.error)
+            one.fail(one.rule.error, by_caller=not isinstance(one.rule.error, FloatingPointError))  # else of logits
             self.spoiled.add(number)
         elif one.request.cancelled:
             one.finish_reason = "cancelled"
