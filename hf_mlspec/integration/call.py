@@ -155,6 +155,7 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
             stats, cache = _decode(chain, call, prompts, stop, emit)
     finally:
+        chain.learn()
         if record.origins is not None:
             record.origins.end()
             chain.on_built = None
