@@ -86,7 +86,7 @@ def test_what_a_checkpoint_is(capsys, packed, tmp_path, command):
     assert lines[1] == ("  GPTQ, 4 bits, groups of 32, symmetric: layers 14, bits per weight 4.921, "
                         "here int4 (group_size 32, symmetric True)")
     assert "  dense linear layers: lm_head" in lines
-    assert "  levels without another model: w4a8, w4a4, early_exit:1, prompt_lookup, ngram" in lines
+    assert "  levels without another model: w4a8, w4a4, early_exit:1, prompt_lookup, ngram, lookups" in lines
 
 
 @pytest.mark.parametrize(("folder", "method", "stored"), [

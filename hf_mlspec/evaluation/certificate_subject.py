@@ -35,7 +35,7 @@ COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
 _KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a lower precision",
           "routed": "the target at the planes that a router picks",
           "early_exit": "first layers of the target", "experts": "the target with fewer experts a token",
-          "prompt_lookup": LOOKUP, "ngram": LOOKUP}
+          "prompt_lookup": LOOKUP, "ngram": LOOKUP, "lookups": LOOKUP}
 
 
 def chain_of(model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, levels: list[Level]) -> Chain:

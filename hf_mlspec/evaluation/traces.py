@@ -92,6 +92,9 @@ class _Asked:
         self.config, self._found = config, None
         if config.tree is not None:
             raise ValueError(f"tree is {config.tree}: a trace tells of drafts that are rows; leave tree out")
+        for level in levels:
+            if widths := getattr(level, "widths", None):
+                raise ValueError(f"level {level.name} has widths {widths}: a trace tells of drafts that are rows")
 
     def record(self, rows: list[list[int]], max_new_tokens: int) -> list[TracedRow]:
         """One batch, decoded."""

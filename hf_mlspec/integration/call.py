@@ -22,7 +22,7 @@ from ..engines.modules.attention import ragged_attention_on
 from ..engines.modules.states import row_by_row
 from ..engines.rows import require_memory
 from ..nn.adapters import without_wrapper
-from ..nn.agreement import agreeing, raise_if_shared
+from ..nn.agreement import agreed, raise_if_shared
 from ..nn.state import ModelState, say_once, state_of
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
@@ -137,9 +137,14 @@ class Call:
         return min([int(self.settings.max_length) - width, *(max(room, 1) for room in own)])
 
 
-@agreeing
 def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     """Check the request, build the chain, decode, and put the result into the form stock generate returns."""
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    with nullcontext() if alone else agreed(model):
+        return _run(model, call)
+
+
+def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
     prompts = check(model, call)
     stop = Stopping(call.criteria, prompts)
     state = state_of(model)
@@ -158,7 +163,6 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
         chain.learn()
         if record.origins is not None:
             record.origins.end()
-            chain.on_built = None
     stats.planes = planes
     state.last_stats = stats
     if chain.shelving is not None:
@@ -291,9 +295,7 @@ class Record:
 
     def __init__(self, settings: GenerationConfig, streamer, batch: int, chain: Chain):
         self.settings, self.streamer, self.batch = settings, streamer, batch
-        self.origins = Origins(chain.drafter) if hasattr(streamer, "put_levels") else None
-        if self.origins is not None:
-            chain.on_built = self.origins.watch
+        self.origins = Origins(chain) if hasattr(streamer, "put_levels") else None
         wanted = settings.return_dict_in_generate
         self.scores = [[] for _ in range(batch)] if wanted and settings.output_scores else None
         self.logits = [[] for _ in range(batch)] if wanted and settings.output_logits else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..speculation.chain import Chain
 from ..speculation.checker import Verdict
 from ..speculation.draft import Drafter
 from ..speculation.drafters.checked import CheckedDrafter, proposer
@@ -14,9 +15,10 @@ class Origins:
     own. drafter: the level below the target, None if there is none.
     """
 
-    def __init__(self, drafter: Drafter | None) -> None:
+    def __init__(self, chain: Chain) -> None:
         self._checks: list[tuple[list[int], list[bool]]] = []  # of the round: per row accepted, and whether checked
-        self.watch(drafter)
+        self._chain, chain.on_built = chain, self.watch
+        self.watch(chain.drafter)
 
     def watch(self, drafter: Drafter | None) -> None:
         """The level below the target has come."""
@@ -46,6 +48,7 @@ class Origins:
         """Nobody asks any more: the levels, which may stay for other calls, hold no more what they checked."""
         if isinstance(self.drafter, CheckedDrafter):
             self.drafter.checker.on_check = None
+        self._chain.on_built = None
         self.forget()
 
     def _saw(self, drafted: list[int], accepted: list[int], alive: list[bool]) -> None:

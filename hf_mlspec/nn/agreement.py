@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -176,16 +175,6 @@ def agreed(model: nn.Module) -> Iterator[None]:
         raise
     finally:
         exchange.within = False
-
-
-def agreeing(call: Callable) -> Callable:
-    """A function of a model, and of more, all of which is `agreed`."""
-    @wraps(call)
-    def agreed_call(model: nn.Module, *words: object) -> object:
-        with agreed(model):
-            return call(model, *words)
-
-    return agreed_call
 
 
 def raise_if_shared(model: nn.Module, error: Exception) -> None:

@@ -96,7 +96,7 @@ class Checker:
             raise no_trees(self.name, self.runner)
         verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
-            self.on_check(draft.lengths, verdict.accepted, alive)
+            self.on_check(draft.deepest, verdict.accepted, alive)
         return verdict
 
     def _accept(self, rows: Rows, draft: Draft, want_confidence: bool, alive: list[bool]) -> Verdict:

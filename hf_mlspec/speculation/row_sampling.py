@@ -58,7 +58,7 @@ class RowRule:
         """Float32 `[k + 1, vocab]` -> processed; guess: of this one row. judges: it is the target that asks."""
         if self.sampler.is_greedy:
             return scores
-        self.error = None if judges else self.error
+        self.error, self.failures = None if judges else self.error, {}
         try:
             return self.sampler.scores(scores[None], [row], guess)[0]
         except Exception:  # the row's own code, which ends this row only, and only if the failing token is reached
@@ -80,7 +80,7 @@ class RowRule:
 
     def _node_by_node(self, scores: Tensor, row: list[int], guess: Guess) -> Tensor:
         """Scores of the nodes of a tree, NaN where a processor fails: whether that is reached, `refuse` hears."""
-        tokens, self.failures = guess.tokens[0].tolist(), {}
+        tokens = guess.tokens[0].tolist()
         for node, line in enumerate(scores, END):
             prefix = row + [tokens[n] for n in path(guess.parents[0], node)]
             try:

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 CLASSES = {"modules": ModuleEngine, "cpu": CpuEngine, "cuda": CudaEngine}
 ABLE = {
-    "modules": Capabilities(by_module=True, tapped=True),
-    "cpu": Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True),
+    "modules": Capabilities(by_module=True, tapped=True, trees=True),
+    "cpu": Capabilities(greedy_rounds=True, bit_exact=True, draft_window=True, tapped=True, trees=True),
     "cuda": Capabilities(capturable=True, bit_exact=True, draft_window=True),
 }
 
@@ -51,7 +51,8 @@ def test_a_named_engine_is_that_engine_and_can_what_it_says(model, name):
     names = [name for name in vars(Engine) if not name.startswith("_")]
     rounds = {"score", "draft", "draft_checked"}
     lanes = {"lane", "read", "hold"}  # of engines that read prompts beside running rows
-    assert all(hasattr(engine, name) for name in names if engine.can.greedy_rounds or name not in rounds | lanes)
+    optional = (set() if engine.can.greedy_rounds else rounds | lanes) | (set() if engine.can.trees else {"keep"})
+    assert all(hasattr(engine, name) for name in names if name not in optional)
     assert engine.can.greedy_rounds == all(hasattr(engine, name) for name in rounds)
 
 

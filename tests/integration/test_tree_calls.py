@@ -174,6 +174,23 @@ def test_traces_tell_of_rows():
         record_trace(TARGET, None, [[1, 2]], ["lookups"], max_new_tokens=2, speculation_config={"tree": [2]})
 
 
+    with pytest.raises(ValueError, match=r"level lookups has widths \[2\]: a trace tells of drafts that are rows"):
+        record_trace(TARGET, None, [[1, 2]], [LookupTree([NGram()], [2])], max_new_tokens=2)
+
+
+def test_padding_beside_a_tree_changes_no_rotation():
+    """A long row at its end beside a short one with a wide tree: the frequencies change past 48 tokens."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4,
+            "original_max_position_embeddings": 48}  # fmt: skip
+    target = tiny("phi3", max_position_embeddings=128, original_max_position_embeddings=48, rope_parameters=rope)
+    inputs = prompts([36, 5])
+    wanted = alone(target, inputs, max_new_tokens=12, eos_token_id=EOS)
+    for tree in ([4, 4, 2], None):
+        how = {"tree": tree, "num_draft_tokens": 3, "confidence_threshold": 0.0, "engine": "modules"}
+        found = together(target, inputs, [near(target)], max_new_tokens=12, eos_token_id=EOS, speculation_config=how)
+        assert found == wanted
+
+
 def test_candidates_for_stock_decoding_are_rows():
     with pytest.raises(ValueError, match=r"tree is \[2\], and transformers' own loop checks candidates that are"):
         ChainCandidateGenerator(TARGET, ["lookups"], speculation_config={"tree": [2]})

@@ -136,6 +136,37 @@ def test_a_model_proposes_its_likeliest_tokens_at_every_place():
     assert draft.parents == [[-1, -1, -1, 0]]
 
 
+def test_a_model_proposes_no_token_twice_behind_a_place():
+    """Where processors leave fewer tokens than the tree is wide."""
+    only = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor([0]), 0.0)
+    for seed in (None, SEED):
+        sampler = Sampler(VOCAB, seed=seed, process=lambda rows, scores, numbers: scores + only, prompt_lengths=[1])
+        drafter = ModelTree(TableRunner(FIRST), sampler, "table", widths=[3, 3])
+        drafter.start(1, CPU)
+        draft = drafter.propose([[1, 0]], [2])
+        assert draft.rows() == [[0, 0]]
+        assert draft.parents == [[-1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lookups", "widths", "error", "words"),
+    [([], [2], TypeError, r"lookups is \[\]: it takes a list of"), ("ngram", [2], TypeError, "lookups is 'ngram'"),
+     ([3], [2], TypeError, r"lookups is \[3\]"), ([NGram()], [2, 0], ValueError, r"widths is \[2, 0\]: every depth"),
+     ([NGram()], [True], ValueError, r"widths is \[True\]")],
+)  # fmt: skip
+def test_lookups_that_cannot_be_merged_are_refused(lookups, widths, error, words):
+    with pytest.raises(error, match=words):
+        LookupTree(lookups, widths)
+
+
+def test_who_listens_to_checks_hears_of_depths():
+    heard, target = [], checker(FIRST)
+    target.start(2, CPU)
+    target.on_check = lambda drafted, accepted, alive: heard.append(drafted)
+    target.check([[0], [1]], Draft.trees([[1, 2, 3], [0]], [[-1, -1, 0], [-1]]))
+    assert heard == [[2, 1]]
+
+
 def test_a_model_that_samples_proposes_what_the_shared_noise_prefers():
     """Were the target the same model, it would take the first branch."""
     drafter, rows = model_tree(FIRST, [2, 2]), [[0]] * 64
@@ -224,6 +255,8 @@ def test_a_processor_that_fails_off_the_path_ends_nothing():
     failed = checked(60)
     assert str(failed.error) == "no 60 here"
     assert failed.failed_at == 3
+    failed.scores(torch.zeros(1, 64), [4, 5], None, True)
+    assert failed.failures == {}
 
 
 def test_an_engine_without_trees_names_itself():

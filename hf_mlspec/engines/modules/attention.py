@@ -47,6 +47,11 @@ class Plan:
         """int64 `[batch, width]`: where keys and values go."""
         return self.positions
 
+    def last(self, counts: list[int]) -> int:
+        """The last position of a token that is no padding; counts[r] are not, of row r."""
+        lines = zip(self.starts, counts, strict=True)
+        return max((start + count - 1 for start, count in lines if count), default=0)
+
     def mask(self, window: int | None, groups: int, like: Tensor) -> Tensor | None:
         """Additive mask `[batch or 1, 1, groups * width, end]`, or None where every query sees every slot."""
         if window is not None and window >= self.end:
@@ -80,10 +85,15 @@ class TreePlan(Plan):
             self._put(r, start + place, place, own)
         self.positions = self.positions.to(device)
         self.uniform = False
+        lines = zip(starts, first, parents, strict=True)
+        self._lasts = [start + place - 1 + max(depths(own), default=0) for start, place, own in lines]
 
     @property
     def slots(self) -> Tensor:
         return self._slots
+
+    def last(self, counts: list[int]) -> int:
+        return max((last for last, count in zip(self._lasts, counts, strict=True) if count), default=0)
 
     def _put(self, r: int, slot: int, place: int, parents: Parents) -> None:
         """The nodes of row r are its tokens from `place` on, in slots from `slot` on."""

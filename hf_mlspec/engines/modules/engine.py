@@ -163,9 +163,11 @@ class ModuleEngine(CachedRows):
             wanted = wanted.clamp(max=tokens.shape[1] - 1)
             window, gather = torch.unique(wanted, return_inverse=True)
             window, gather = window.to(self.device), gather.to(self.device)
-        positions = plan.positions
-        if self.num_positions is not None and plan.end > self.num_positions:
-            positions = positions.clamp(max=self.num_positions - 1)
+        positions, last = plan.positions, plan.last(counts)
+        if self.num_positions is not None:
+            last = min(last, self.num_positions - 1)
+        if plan.end > last + 1:  # padding past it may have no embedding, or change all rotary frequencies
+            positions = positions.clamp(max=last)
         with planned(plan), self._at_bits(), self._tapping(plan, counts):
             logits = self.forward(tokens, positions, self.cache, window)
         if gather is not None:

@@ -46,7 +46,7 @@ _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear
         "lut": "lut_linear", "int4_int8": "int4_int8_linear", "zipper": "zipper_high_linear"}  # fmt: skip
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
 _INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
-_WITHOUT_MODEL = ("prompt_lookup", "ngram")
+_WITHOUT_MODEL = ("prompt_lookup", "ngram", "lookups")
 
 
 @dataclass(frozen=True)

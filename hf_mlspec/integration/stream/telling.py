@@ -22,9 +22,7 @@ class Telling:
     def __init__(self, chain: Chain, live: dict[int, Admitted], tokenizer, events: bool) -> None:
         self.live, self.tokenizer = live, tokenizer
         self._gained: dict[int, NewTokens] | None = {} if events else None  # of a round, by number
-        self._origins = Origins(chain.drafter) if events else None
-        if events:
-            chain.on_built = self._origins.watch
+        self._origins = Origins(chain) if events else None
         self._pieces: dict[int, TextPieces] = {}
 
     @property

@@ -36,7 +36,12 @@ class LookupTree:
     """
 
     def __init__(self, lookups: list[Lookup], widths: list[int] | tuple[int, ...] = (), name: str = "lookups") -> None:
-        self.lookups, self.widths, self.name = lookups, list(widths), name
+        several = isinstance(lookups, (list, tuple)) and len(lookups) > 0
+        if not several or not all(hasattr(one, "branches") for one in lookups):
+            raise TypeError(f"lookups is {lookups!r}: it takes a list of PromptLookup and NGram, one or more")
+        if not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in widths):
+            raise ValueError(f"widths is {widths!r}: every depth has a positive number of tokens, as in [3, 2, 1]")
+        self.lookups, self.widths, self.name = list(lookups), list(widths), name
         self.stats = LevelStats(name)
         self._device = torch.device("cpu")
 

@@ -75,8 +75,11 @@ class ModelTree(ModelDrafter):
         taken, sure = [], []
         for _ in range(self.widths[depth] if depth < len(self.widths) else 1):
             best = self.sampler.choose(scores, firsts, lengths, parents)[..., None].clamp(min=0)
+            chance = probabilities.gather(2, best)
+            if taken:  # where no token is left, one comes a second time
+                chance = chance.masked_fill(scores.gather(2, best) == float("-inf"), 0.0)
             taken.append(best)
-            sure.append(probabilities.gather(2, best))
+            sure.append(chance)
             scores = scores.scatter(2, best, float("-inf"))
         pairs = zip(torch.cat(taken, 2).tolist(), torch.cat(sure, 2).tolist(), strict=True)
         return [

@@ -121,7 +121,7 @@ class PromptLookup:
 
     def branches(self, rows: Rows, limits: list[int], widths: list[int]) -> list[Rows]:
         """As `Lookup.branches` (lookup_tree.py): of other places the most recent ones."""
-        most, found = max(OCCURRENCES if widths else 1, 1), []
+        most, found = OCCURRENCES if widths else 1, []
         for index, row, limit in zip(self._indices, rows, limits, strict=True):
             index.update(row)
             found.append(index.continuations(self.min_ngram, limit, most))
