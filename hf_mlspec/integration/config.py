@@ -82,7 +82,6 @@ class SpeculationConfig:
     """
 
     num_draft_tokens: int | list[int | None] | None = None
-    tree: list[int] | None = None
     confidence_threshold: float | list[float | None] | None = None
     shared_cache: bool = True
     draft_cache: str | None = None
@@ -99,6 +98,7 @@ class SpeculationConfig:
     profile: str | os.PathLike | None = None
     router: str | os.PathLike | Router | None = None
     router_every: str | None = None
+    tree: list[int] | None = None
 
     def __post_init__(self):
         for value in _as_list(self.num_draft_tokens):

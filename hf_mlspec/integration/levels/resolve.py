@@ -211,8 +211,9 @@ def _from_word(
     if word.kind in ("ngram", "lookups"):
         key = ("ngram", config.ngram_order, vocabulary)  # one table counts one vocabulary
         table = _keep(state, key, lambda: None, lambda: NGram(order=config.ngram_order))
-        both = [PromptLookup(max_ngram=config.max_ngram), table]
-        return Level(text, drafter=table if word.kind == "ngram" else LookupTree(both))
+        if word.kind == "ngram":
+            return Level(text, drafter=table)
+        return Level(text, drafter=LookupTree([PromptLookup(max_ngram=config.max_ngram), table]))
     if word.kind == "precision":
         bits = lower_precision(target, text, _precision(word, config))
         return Level(text, model=target, shape_of_target=True, bits=bits)
