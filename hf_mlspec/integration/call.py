@@ -160,6 +160,7 @@ def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tens
         with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
             stats, cache = _decode(chain, call, prompts, stop, emit)
     finally:
+        chain.learn()
         if record.origins is not None:
             record.origins.end()
     stats.planes = planes

@@ -207,7 +207,7 @@ def _found(wiring: Wiring, chain: Chain) -> Known | None:
     costs = [own, *(level.costs for level in told if level.costs is not None)]
     openings = wiring.state.openings.setdefault(key, Openings())
     openings.affordable = monotonic() + seconds / _BUILDING_SHARE if replayed else affordable(seconds)
-    openings.due = max(first_check(costs, replayed), openings.affordable)
+    openings.due = max(first_check(costs, replayed, wiring.config.profile), openings.affordable)
     wiring.state.known[wiring.asked] = known
     return known
 

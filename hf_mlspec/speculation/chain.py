@@ -153,11 +153,15 @@ class Chain:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
         if self.steering is not None:
             self.steering.settle()
-            if self.steering.controller is not None:
-                self.steering.controller.settle()
+        self.learn()
         stats.levels = [replace(count) for count in self.counts]  # kept drafters count anew next time
         self.count_memory(stats)
         return stats
+
+    def learn(self) -> None:
+        """Let the memory of calls know of every round of the host, those of a call that breaks off, too."""
+        if self.steering is not None and self.steering.controller is not None:
+            self.steering.controller.settle()
 
     def count_memory(self, stats: SpeculationStats) -> None:
         """Put the memory of every cache into these counts."""

@@ -103,6 +103,32 @@ def test_costs_are_timed_again_by_their_age_whichever_process_it_is(saved_model,
     assert timed["measured"] == 2
 
 
+@pytest.mark.parametrize("why", ["a profile", "no folder that can be written"])
+def test_costs_that_nobody_can_tell_others_of_are_not_timed_in_the_first_call(
+    saved_model, cache, timed, monkeypatch, tmp_path, caplog, why
+):
+    """Else each process would time them before its first token, however often they held."""
+    call(AutoModelForCausalLM.from_pretrained(saved_model).eval())
+    given, profile = {}, tmp_path / "profile.json"
+    if why == "a profile":
+        files = [json.loads(file.read_text()) for file in cache.glob("*.json")]
+        models = {key: value for one in files for key, value in one["models"].items()}
+        profile.write_text(json.dumps(files[0] | {"models": models}))
+        given["profile"] = str(profile)
+    else:
+        monkeypatch.setattr("os.access", lambda *_: False)
+        monkeypatch.setattr(probe, "write", lambda *_: pytest.fail("it cannot be written"))
+    for clock in (1000.0, 2000.0):
+        timed.update(clock=clock, checked=0)
+        model = AutoModelForCausalLM.from_pretrained(saved_model).eval()
+        call(model, **given)
+        assert timed["checked"] == 0
+        timed["clock"] += 100.0
+        call(model, **given)
+        assert timed["checked"] == 2  # it has run for so long
+    assert (timed["measured"], caplog.messages) == (2, [])
+
+
 def test_costs_that_rounds_disprove_are_timed_again_in_the_next_call_once(model, cache, timed):
     call(model)
     timed.update(clock=1.0, seconds=0.001, disproved=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import tiny
 from transformers import AutoModelForCausalLM
+from transformers.generation import BaseStreamer
 
 import hf_mlspec
 from hf_mlspec.integration import adaptive
@@ -37,10 +38,9 @@ def load(saved_model):
     return lambda: AutoModelForCausalLM.from_pretrained(saved_model, dtype="bfloat16").eval()
 
 
-def decode(model) -> list[list[int]]:
-    levels = ["prompt_lookup"]
-    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5]])
-    return model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, assistant_models=levels).tolist()
+def decode(model, **more) -> list[list[int]]:
+    more |= {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "assistant_models": ["prompt_lookup"]}
+    return model.generate(torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5]]), **more).tolist()
 
 
 def memory_of(model) -> Memory:
@@ -72,6 +72,25 @@ def test_all_rounds_of_a_call_are_learned_of(files, load):
     decode(model)
     (level,) = hf_mlspec.last_stats(model).levels
     assert memory_of(model).pairs[0, TARGET].reached[0].tried == level.rounds > 0
+
+
+def test_rounds_of_a_call_that_breaks_off_are_learned_of(files, load):
+    class Breaks(BaseStreamer):
+        """Like a user who has read enough."""
+
+        def put(self, value):
+            seen = hf_mlspec.last_stats(model)
+            if seen is not None and seen.levels and seen.levels[0].rounds >= 3:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pytest.fail("it did not break off")
+
+    model = load()
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, streamer=Breaks())
+    (level,) = hf_mlspec.last_stats(model).levels
+    assert memory_of(model).pairs[0, TARGET].reached[0].tried == level.rounds >= 3
 
 
 def test_what_is_kept_is_what_a_later_call_of_the_process_would_begin_with(files, load):

@@ -35,6 +35,15 @@ def cache_file(key: str) -> Path:
     return cache_folder() / "costs" / f"{key}.json"
 
 
+def can_be_kept() -> bool:
+    """Whether the folder of costs can be written, or made where it is not there."""
+    try:
+        folder = cache_folder() / "costs"
+        return os.access(next(one for one in (folder, *folder.parents) if one.exists()), os.W_OK)
+    except OSError:
+        return False
+
+
 def write(path: Path, machine: dict[str, str], models: dict[str, tuple[str, PassCosts]]) -> None:
     """Write costs under their models' hashes, each with the model's name. OSError where the folder cannot be written.
 

@@ -19,7 +19,7 @@ from ...engines.modules.attention import ragged_attention_on
 from ...nn.state import say_once, state_of
 from ...ops import UnreadableLibrary
 from ...speculation.costs import DISTURBED, FEW_TOKENS, LONG, TOKENS, PassCosts, measure
-from .file import CACHE_VARIABLE, NotAProfile, cache_file, read, write
+from .file import CACHE_VARIABLE, NotAProfile, cache_file, can_be_kept, read, write
 from .identity import key_of, key_of_hash, machine_of, model_of
 from .replayed import PASSES, replays
 
@@ -42,11 +42,12 @@ class Check:
     disproved: bool = False
 
     @classmethod
-    def of(cls, costs: PassCosts, replayed: bool = False) -> Check:
+    def of(cls, costs: PassCosts, replayed: bool = False, told: bool = True) -> Check:
         """Of costs that were read, or measured just now. Those that held for so long are timed again when they are
-        some times as old, whoever measured them: what a process of a few seconds finds is kept by those behind it."""
+        some times as old, whoever measured them: what a process of a few seconds finds is kept by those behind it.
+        told: whether they are told of it; else each of them would find old costs due in its first call."""
         wait = max(_FIRST_CAPTURED if replayed else _FIRST_CHECK, _CHECK_PASSES * costs.seconds[0] / _CHECK_SHARE)
-        if replayed:  # capturing passes takes too long for every process
+        if replayed or not told:  # capturing passes takes too long for every process
             return cls(monotonic() + wait, wait)
         wait = max(wait, _NEXT_CHECK * costs.held)
         return cls(monotonic() + max(wait - age_of(costs), 0.0), wait)
@@ -94,7 +95,7 @@ def costs_of(
     if target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
         for engine in engines:
             how = {"budget": _BUDGET / len(engines), "prepare": prepare, "replayed": replayed}
-            _check(engine, target, disproved=disproved, **how)
+            _check(engine, target, profile=profile, disproved=disproved, **how)
     return [_kept(engine, replayed) for engine in engines]
 
 
@@ -110,9 +111,10 @@ def costs_of_hash(
         return None
 
 
-def first_check(costs: Iterable[PassCosts], replayed: bool) -> float:
+def first_check(costs: Iterable[PassCosts], replayed: bool, profile: str | os.PathLike | None) -> float:
     """When costs that were just read are to be timed again, by the clock of checks."""
-    return min((Check.of(one, replayed).due for one in costs), default=math.inf)
+    told = _are_told(profile)
+    return min((Check.of(one, replayed, told).due for one in costs), default=math.inf)
 
 
 def affordable(seconds: float) -> float:
@@ -126,11 +128,16 @@ def age_of(costs: PassCosts) -> float:
     return max(time() - costs.measured, 0.0) if costs.measured else 0.0
 
 
-def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool) -> None:
+def _check(
+    engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
+    profile: str | os.PathLike | None,
+) -> None:  # fmt: skip
     """Where it is due, time passes of few tokens; costs of which one turns out to be less are measured anew, all of
     them, and each is the least that was ever measured."""
     checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
-    check = checks.setdefault(key, Check.of(kept, replayed))
+    check = checks.get(key)
+    if check is None:
+        check = checks[key] = Check.of(kept, replayed, _are_told(profile))
     if disproved:
         check.disprove()
     if not is_due(check.due):
@@ -141,14 +148,20 @@ def _check(engine: Engine, target: Engine, *, budget: float, prepare: bool, repl
     if less:
         keep(engine, kept.least(again).least(measured(engine, budget=budget, **how)), target, replayed)
     elif not replayed:
-        _hold(engine, kept, target)
+        _hold(engine, kept, target, profile)
     check.again(monotonic() - begin)
 
 
-def _hold(engine: Engine, kept: PassCosts, target: Engine) -> None:
+def _are_told(profile: str | os.PathLike | None) -> bool:
+    """Whether other processes are told that costs held: the cache folder can be written, and there is no profile,
+    which nobody writes but who asks for it."""
+    return profile is None and can_be_kept()
+
+
+def _hold(engine: Engine, kept: PassCosts, target: Engine, profile: str | os.PathLike | None) -> None:
     """Costs have stood a check; where they are those of the cache folder, other processes are told."""
     held = replace(kept, held=age_of(kept))
-    if _cached(engine, target, replayed=False) == kept:
+    if _are_told(profile) and _cached(engine, target, replayed=False) == kept:
         keep(engine, held, target)
     else:
         state_of(engine.model).costs[_state_key(engine, False)] = held
