@@ -159,8 +159,10 @@ def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tens
     try:
         with ragged_attention_on(chain.models) if chain.models else nullcontext(), counting(model) as planes:
             stats, cache = _decode(chain, call, prompts, stop, emit)
+    except BaseException:
+        chain.learn()  # else at the end of the loop
+        raise
     finally:
-        chain.learn()
         if record.origins is not None:
             record.origins.end()
     stats.planes = planes
@@ -321,12 +323,9 @@ class Record:
     def result(self, prompts: Prompts, rows: Rows, stats: SpeculationStats, cache):
         new = [row[n:] for row, n in zip(rows, prompts.lengths, strict=True)]
         width = max(map(len, new))
-        tail = torch.tensor(
-            [line + [prompts.filler] * (width - len(line)) for line in new],
-            dtype=prompts.input_ids.dtype,
-            device=prompts.input_ids.device,
-        ).view(len(new), width)
-        sequences = torch.cat([prompts.input_ids, tail], dim=1)
+        padded, begin = [line + [prompts.filler] * (width - len(line)) for line in new], prompts.input_ids
+        tail = torch.tensor(padded, dtype=begin.dtype, device=begin.device).view(len(new), width)
+        sequences = torch.cat([begin, tail], dim=1)
         if not self.settings.return_dict_in_generate:
             return sequences
         out = GenerateDecoderOnlyOutput(
