@@ -214,7 +214,7 @@ ORANGE = "48;5;166"  # behind the tokens of the first level
 
 def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
     model, tokenizer = load_causal_lm(str(saved_model))
-    console = Console(force_terminal=True, width=100, height=30, file=io.StringIO())
+    console = Console(force_terminal=True, color_system="256", width=100, height=30, file=io.StringIO())
     table = LiveTable(console, tokenizer, model)
     found = hf_mlspec.compare(model, tokenizer, ["def f(", "x"], ["mxfp4"], max_new_tokens=20, streamer=table,
                               speculation_config={"num_draft_tokens": 3})
