@@ -212,7 +212,9 @@ def test_no_page_recommends_the_slow_way_to_start():
 ORANGE = "48;5;166"  # behind the tokens of the first level
 
 
-def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model):
+def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     model, tokenizer = load_causal_lm(str(saved_model))
     console = Console(force_terminal=True, color_system="256", width=100, height=30, file=io.StringIO())
     table = LiveTable(console, tokenizer, model)

@@ -69,7 +69,8 @@ def test_text_is_text_and_no_markup():
     assert shown.texts() == ["</pre><b>&"]
 
 
-def test_a_terminal_shows_the_same(capsys):
+def test_a_terminal_shows_the_same(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
     shown = Shown(TOKENIZER)
     for event in events(events=True):
         shown.add(event)
@@ -84,6 +85,7 @@ def test_a_terminal_shows_the_same(capsys):
 @pytest.fixture
 def screen(monkeypatch):
     """A terminal of six lines."""
+    monkeypatch.setenv("TERM", "xterm")
     own = Console(file=io.StringIO(), width=80, height=6, force_terminal=True, force_jupyter=False)
     monkeypatch.setattr(rich, "_console", own)
     monkeypatch.setattr(module, "_EVERY", 0.0)
