@@ -14,6 +14,7 @@ HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (ValueError("no"), 2), (None, 0)])
 def test_the_cursor_comes_back(monkeypatch, capsys, error, status):
+    monkeypatch.setenv("TERM", "xterm")
     written = io.StringIO()
     console = Console(force_terminal=True, width=100, height=30, file=written)
     monkeypatch.setattr(demo, "Console", lambda **_: console)
