@@ -153,7 +153,8 @@ def last_line(error):
 def main():
     sys.path[:] = [path for path in sys.path if os.path.isdir(path) and path]
     order = json.loads(sys.stdin.buffer.read())
-    report, null = order["report"], os.open(os.devnull, os.O_RDWR)
+    report, null = os.dup(order["report"]), os.open(os.devnull, os.O_RDWR)
+    os.close(order["report"])  # its number may lie above the limit of descriptors, as many as the caller has open
     confine(order)
     for descriptor in (0, 1, 2):  # not before: what goes wrong until here is told on standard error
         os.dup2(null, descriptor)

@@ -90,7 +90,7 @@ def test_no_level_below_changes_a_token(name):
 @pytest.mark.slow
 def test_noise_that_is_used_twice_is_noticed(monkeypatch):
     """Every position has the noise of the first."""
-    monkeypatch.setattr(row_sampling, "drawn", lambda scores, seed, streams, firsts: drawn(scores, seed, streams, [0]))
+    monkeypatch.setattr(row_sampling, "drawn", lambda scores, seed, streams, *_: drawn(scores, seed, streams, [0]))
     assert p_value(write("alone", sampled(range(ROWS)))) < 1e-6
 
 
