@@ -281,10 +281,11 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
 
 def loop_over(chain: Chain, captured: CapturedChain | None, device: torch.device, how: dict) -> Loop:
     """A loop in captured rounds, or in those of the host where there are none. how: arguments of `Loop`."""
+    chain.learn()  # of an earlier loop
     if captured is not None:
         planning = None
         if captured.planned:
-            planning = Planning(chain.controller, chain.levels, captured)
+            planning = chain.planning = Planning(chain.controller, chain.levels, captured)
             chain.waiting = set(range(len(chain.levels)))  # until there is a controller
         rounds = CapturedRounds(captured, chain.target, chain.drafter, planning=planning)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from .sampling import Sampler
 from .search import Choice
 from .shelf import Shelving
 from .stats import LevelStats, SpeculationStats
+
+if TYPE_CHECKING:
+    from .rounds.planning import Planning
 
 
 @dataclass
@@ -60,12 +64,12 @@ class Chain:
     chooses the lengths of drafts, for captured rounds if it is given their graphs; None: they are always the most
     there may be. seen: slots that a draft window leaves in view where the controller may choose one, 0: it may not.
     openings: what calls begin with in rounds of the host, None: they choose.
-    steering: that controller at work, in the rounds of the host that were made last. waiting: levels of which
-    nothing can be said before a captured round of theirs is worth its time. shelving: whether a call leaves out levels
-    that cannot be captured, where lengths are chosen and the target alone can. deferred: the levels, where they are
-    built when a plan first uses them; until then the chain has none. on_built: told of the first of them then.
-    watched: counts that are looked at while the call runs; those of deferred levels come into them. left_off: what was
-    expected of a call that does without them to its end.
+    steering: that controller at work, in the rounds of the host that were made last; planning: in the captured ones.
+    waiting: levels of which nothing can be said before a captured round of theirs is worth its time. shelving: whether
+    a call leaves out levels that cannot be captured, where lengths are chosen and the target alone can. deferred: the
+    levels, where they are built when a plan first uses them; until then the chain has none. on_built: told of the
+    first of them then. watched: counts that are looked at while the call runs; those of deferred levels come into
+    them. left_off: what was expected of a call that does without them to its end.
     """
 
     target: Checker
@@ -78,6 +82,7 @@ class Chain:
     joined: list[bool] = field(default_factory=list)
     controller: Callable[..., Controller] | None = None
     steering: Steering | None = field(default=None, init=False)
+    planning: Planning | None = field(default=None, init=False)
     seen: int = field(default=0, init=False)
     openings: Openings | None = field(default=None, init=False)
     waiting: set[int] = field(default_factory=set, init=False)
@@ -159,9 +164,10 @@ class Chain:
         return stats
 
     def learn(self) -> None:
-        """Let the memory of calls know of every round of the host, those of a call that breaks off, too."""
-        if self.steering is not None and self.steering.controller is not None:
-            self.steering.controller.settle()
+        """Let the memory of calls know of every round, those of a call that breaks off, too."""
+        for chooses in (self.steering, self.planning):
+            if chooses is not None and chooses.controller is not None:
+                chooses.controller.settle()
 
     def count_memory(self, stats: SpeculationStats) -> None:
         """Put the memory of every cache into these counts."""

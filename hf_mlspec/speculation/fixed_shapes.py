@@ -172,10 +172,10 @@ class FixedController(Controller):
         """As `Controller.observe`; what is lost for want of a captured round is added up."""
         self._settled -= 1
         super().observe(limits, drafted, accepted, seconds, usual, choice)
-        self.memory.capturing += _CAPTURING_SHARE * seconds
+        self._memory.capturing += _CAPTURING_SHARE * seconds  # rounds that wait change nothing of it, nor of credit
         if self._wish is not None:
             active, lost = self._wish
-            credit = self.memory.credit
+            credit = self._memory.credit
             credit[active] = credit.get(active, 0.0) + lost * (len(accepted) + sum(accepted))
 
     def _search(self, situation: Situation, may_try: bool = False) -> FixedSearch:

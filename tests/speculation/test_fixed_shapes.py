@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from captured_machine import ratios
 from simulated import costs
 
+from hf_mlspec.speculation.chain import Chain
 from hf_mlspec.speculation.costs import PassCosts
 from hf_mlspec.speculation.estimates import PairEstimate
 from hf_mlspec.speculation.fixed_rounds import FixedExpectations
@@ -108,6 +110,23 @@ def test_what_was_lost_for_want_of_a_graph_is_credit_for_it():
     assert 0.3 < lost < 1.3  # what remains of the call counts, too
     kept = made.memory.kept()
     assert kept.credit == made.memory.credit
+
+
+def test_rounds_wait_to_be_learned_of_until_a_choice_or_the_end_of_the_loop():
+    """Behind each of them the device waits for the next."""
+    made = controller(Graphs(9.0))
+    made.choose(situation())
+    spent = made.memory.capturing
+    for _ in range(3):
+        made.observe([0], [0], [UNROLLED - 1], made.forecast.seconds)
+    assert len(made._untold.rounds) == 3
+    assert made._memory.capturing > spent  # what captures may cost does not wait
+    chain = Chain(SimpleNamespace())
+    chain.planning = SimpleNamespace(controller=made)
+    chain.learn()
+    assert not made._untold.rounds
+    chain.planning.controller = None  # nothing has been chosen yet
+    chain.learn()
 
 
 def test_credit_does_not_capture_what_gains_little_in_this_call():
