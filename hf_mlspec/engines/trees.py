@@ -7,6 +7,8 @@ node j, j + 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 END = -1  # the end of the row, as a parent
 MOST_NODES = 256  # of one row: half of what the compiled decoder feeds in one pass
 
@@ -22,6 +24,11 @@ def require_tree(parents: Parents, nodes: int) -> None:
     for node, parent in enumerate(parents):
         if not END <= parent < node:
             raise ValueError(f"token {node} of a tree is behind token {parent}: {END} (the row) to {node - 1} can be")
+
+
+def width_at(widths: Sequence[int], depth: int) -> int:
+    """The most guesses behind a node of this depth, 0 the row's end; one behind the last of the widths."""
+    return widths[depth] if depth < len(widths) else 1
 
 
 def depths(parents: Parents) -> list[int]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, fields
 
 from ..engines.choose import ENGINES
-from ..engines.trees import MOST_NODES
+from ..engines.trees import MOST_NODES, width_at
 from ..formats import cache_format, casts, options
 from ..routing.router import Router, require_every
 
@@ -201,7 +201,7 @@ def _check_tree(tree, num_draft_tokens: list) -> None:
         )
     nodes, width = 0, 1
     for place in range(depth):
-        width *= tree[place] if place < len(tree) else 1
+        width *= width_at(tree, place)
         nodes += width
     if nodes > MOST_NODES:
         raise ValueError(

@@ -93,7 +93,7 @@ class Checker:
         """
         alive = alive or [True] * len(rows)
         if draft.branches and not self.runner.can.trees:
-            raise no_trees(self.name, self.runner)
+            raise _no_trees(self.name, self.runner)
         verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.deepest, verdict.accepted, alive)
@@ -189,11 +189,15 @@ def catch_up(runner: Engine) -> None:
         runner.lengths = list(runner.follow.lengths)
 
 
-def no_trees(name: str, runner: Engine) -> ValueError:
-    """What a tree for a level means whose engine scores rows alone."""
-    why = "keeps a state" if runner.can.stateful else f"runs on engine {runner.name!r}"
+def why_no_trees(runner: Engine) -> str:
+    """What a level does whose engine scores rows alone."""
+    return "keeps a state" if runner.can.stateful else f"runs on engine {runner.name!r}"
+
+
+def _no_trees(name: str, runner: Engine) -> ValueError:
     return ValueError(
-        f"{name} is to check a tree and {why}, which goes through rows alone: leave out tree, or draft rows"
+        f"{name} is to check a tree and {why_no_trees(runner)}, which goes through rows alone: leave out tree, or "
+        "draft rows"
     )
 
 

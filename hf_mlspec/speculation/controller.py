@@ -65,8 +65,8 @@ class Controller(Learner):
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
         seen: int = 0,
     ):  # fmt: skip
-        self.target, self.levels, self.by_clock, self.seen = target, list(levels), by_clock, seen
-        super().__init__(memory or Memory(), self.levels)
+        super().__init__(memory or Memory(), levels)
+        self.target, self.by_clock, self.seen = target, by_clock, seen
         self.memory.rest_on(target, self.levels)
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
         self._choices = Choices(self.levels, seen)

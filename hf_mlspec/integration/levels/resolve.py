@@ -35,7 +35,7 @@ from .heads import load_head
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
 from .routing import draft_router
-from .words import Word, as_words, is_head_folder, parse_level
+from .words import LOOKUPS, Word, as_words, is_head_folder, parse_level
 
 Built = TypeVar("Built")
 # One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
@@ -156,7 +156,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 
 
 def _drafts_only(word: Word) -> bool:
-    return word.kind in ("prompt_lookup", "ngram", "lookups") or (word.kind == "load" and is_head_folder(word.path))
+    return word.kind in LOOKUPS or (word.kind == "load" and is_head_folder(word.path))
 
 
 def _check_above(above: list[Level], index: int, head: Level) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...engines.engine import Engine
 from ...speculation.chain import Part
+from ...speculation.checker import why_no_trees
 from ...speculation.draft import Drafter
 from ...speculation.drafters.lookup_tree import LookupTree
 from ...speculation.drafters.ngram import NGram
@@ -29,15 +30,11 @@ def require_tree_level(part: Part, widths: list[int], above: Engine, name: str) 
     engine."""
     said = f"tree is {widths}, and level {part.name}"
     if part.engine is not None and not part.engine.can.trees:
-        raise ValueError(f"{said} {_why_not(part.engine)}, which goes through rows alone: {_REMEDY}")
+        raise ValueError(f"{said} {why_no_trees(part.engine)}, which goes through rows alone: {_REMEDY}")
     if part.across is not None:
         raise ValueError(f"{said} has another vocabulary than the level above, which translates rows alone: {_REMEDY}")
     if not above.can.trees:
         raise ValueError(
-            f"{said} is checked by {name}, which {_why_not(above)}: it goes through rows alone; leave tree out, or "
-            'choose engine="modules" or a CPU'
+            f"{said} is checked by {name}, which {why_no_trees(above)}: it goes through rows alone; leave tree out, "
+            'or choose engine="modules" or a CPU'
         )
-
-
-def _why_not(engine: Engine) -> str:
-    return "keeps a state" if engine.can.stateful else f"runs on engine {engine.name!r}"

@@ -23,8 +23,8 @@ SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as o
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
 _HEAD_CLASS = "Eagle3"  # in the names of all classes of such heads
 _CONFIGS: dict[str, Path] = {}  # of hub names that were asked for
-_LOOKUPS = ("prompt_lookup", "ngram", "lookups")
-_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", *_LOOKUPS, "early_exit:N", "experts:N")
+LOOKUPS = ("prompt_lookup", "ngram", "lookups")
+_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", *LOOKUPS, "early_exit:N", "experts:N")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def parse_level(text: str) -> Word:
 
     Raises ValueError for a word that is neither known nor a folder nor shaped like a hub name.
     """
-    if text in (*_LOOKUPS, "routed"):
+    if text in (*LOOKUPS, "routed"):
         return Word(text)
     if _is_cast(text):
         return Word("cast", cast=text)

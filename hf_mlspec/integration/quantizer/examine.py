@@ -29,7 +29,7 @@ from ...nn.transforms import NONE, ORDER
 from ...nn.zipper import ZipperLinear
 from ...precision import Precision
 from ..levels.load import require_folder
-from ..levels.words import require_no_head
+from ..levels.words import LOOKUPS, require_no_head
 from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
 from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
@@ -46,7 +46,6 @@ _OPS = {"mxfp4": "mxfp4_linear", "int4": "int4_linear", "nested": "nested_linear
         "lut": "lut_linear", "int4_int8": "int4_int8_linear", "zipper": "zipper_high_linear"}  # fmt: skip
 _DENSE_OPS = {torch.bfloat16: "bf16_linear", torch.float32: "f32_linear"}
 _INDEXES = ("g_idx", "weight_g_idx")  # the group of every input
-_WITHOUT_MODEL = ("prompt_lookup", "ngram", "lookups")
 
 
 @dataclass(frozen=True)
@@ -310,10 +309,10 @@ def _levels(model: PreTrainedModel) -> list[str]:
     early = [f"early_exit:{max(1, getattr(model.config.get_text_config(), 'num_hidden_layers', 2) // 2)}"]
     if not switches:
         nested = ["nested"] if model.dtype == torch.bfloat16 else []
-        return [*casts(), *nested, *early, *_WITHOUT_MODEL]
+        return [*casts(), *nested, *early, *LOOKUPS]
     own: list[str] = []
     if len(switches) == 1:
         (switch,) = switches.values()
         record, choices = switch.record, switch.bit_choices
         own = list(record.level_words) or [str(Precision(record.family, *bits)) for bits in choices[1:]]
-    return [*own, *early, *_WITHOUT_MODEL]
+    return [*own, *early, *LOOKUPS]

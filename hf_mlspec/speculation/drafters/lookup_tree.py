@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ...engines.trees import END, MOST_NODES, Parents
+from ...engines.trees import END, MOST_NODES, Parents, width_at
 from ..draft import Draft, Drafter, Rows
 from ..stats import LevelStats
 
@@ -103,7 +103,7 @@ def merged(lines: Rows, widths: list[int]) -> tuple[list[int], Parents]:
         for depth, token in enumerate(line):
             known = below.setdefault(node, {})
             if token not in known:
-                if len(known) >= (widths[depth] if depth < len(widths) else 1) or len(tokens) == MOST_NODES:
+                if len(known) >= width_at(widths, depth) or len(tokens) == MOST_NODES:
                     break
                 known[token] = len(tokens)
                 tokens.append(token)

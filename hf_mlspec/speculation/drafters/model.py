@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...engines.engine import Engine
+from ...engines.engine import Engine, Guess
 from ...nn.state import say_once
 from ..checker import catch_up, nan_error, roll_back, runner_is_greedy
 from ..draft import Draft, Rows
@@ -104,10 +104,7 @@ class ModelDrafter:
             return Draft.nothing(len(rows), self.runner.device)
         if self.in_engine:
             return self._propose_in_engine(self._window(rows, limits), limits)
-        logits = self.runner.feed(self._window(rows, limits), alive=[limit > 0 for limit in limits])
-        if self._fresh:
-            self._refuse_nan(logits)
-        draft = self._draft(rows, limits, logits)
+        draft = self._draft(rows, limits, self._window(rows, limits))
         self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
         return draft
 
@@ -134,9 +131,11 @@ class ModelDrafter:
         longest = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
         return longest <= self.max_positions and not any(self.dropped)
 
-    def _draft(self, rows: Rows, limits: list[int], logits: Tensor) -> Draft:
+    def _draft(self, rows: Rows, limits: list[int], seen: Rows) -> Draft:
+        """A draft by passes of the engine. seen: what the model sees of the rows."""
         batch = len(rows)
         lengths, alive = [0] * batch, [limit > 0 for limit in limits]
+        logits = self._feed(seen, None, alive)
         tokens: list[Tensor] = []  # steps of [batch]
         while True:
             token, confidence = self._draw(self._scores(logits, rows, tokens, alive), rows, len(tokens), alive)
@@ -148,6 +147,13 @@ class ModelDrafter:
                 break
             logits = self.runner.step(token[:, None], [int(a) for a in alive], [0] * batch, 1)
         return Draft(torch.stack(tokens, dim=1), lengths)
+
+    def _feed(self, seen: Rows, guess: Guess | None, alive: list[bool]) -> Tensor:
+        """`Engine.feed`; the first logits since the start are looked at."""
+        logits = self.runner.feed(seen, guess, alive)
+        if self._fresh:
+            self._refuse_nan(logits)
+        return logits
 
     def _draw(self, scores: Tensor, rows: Rows, step: int, alive: list[bool]) -> tuple[Tensor, Tensor]:
         """The tokens of processed scores `[batch, vocab]` behind rows and `step` drafted tokens; their confidence."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...engines.engine import Engine
-from ...engines.trees import END, Parents
-from ..checker import catch_up, roll_back
+from ...engines.trees import END, Parents, width_at
+from ..checker import roll_back
 from ..draft import Draft, Rows
 from ..sampling import Sampler
 from .model import ModelDrafter
@@ -36,14 +36,7 @@ class ModelTree(ModelDrafter):
         """The engine drafts rows."""
         return False
 
-    def propose(self, rows: Rows, limits: list[int]) -> Draft:
-        self.stats.rounds += 1
-        catch_up(self.runner)
-        if self.max_positions is not None:
-            limits = [min(limit, self.max_positions // 2) for limit in limits]
-        if not any(limits):
-            return Draft.nothing(len(rows), self.runner.device)
-        seen = self._window(rows, limits)
+    def _draft(self, rows: Rows, limits: list[int], seen: Rows) -> Draft:
         draft = Draft.nothing(len(rows), self.runner.device)
         tokens: Rows = [[] for _ in rows]
         parents: list[Parents] = [[] for _ in rows]
@@ -53,16 +46,12 @@ class ModelTree(ModelDrafter):
             if not any(alive):
                 break
             guess = draft.guess()
-            logits = self.runner.feed(seen, guess, alive)
-            if self._fresh:
-                self._refuse_nan(logits)
-            scores = self.sampler.scores(logits, rows, guess, alive)
+            scores = self.sampler.scores(self._feed(seen, guess, alive), rows, guess, alive)
             found = self._likeliest(scores, rows, draft, alive, depth)
             lines = zip(tokens, parents, edge, found, alive, strict=True)
             edge = [self._grow(*one) if on else [] for *one, on in lines]
             draft = Draft.trees(tokens, parents, self.runner.device)
             roll_back(self.runner, [len(row) for row in seen])
-        self.stats.forwards, self.stats.seconds = self.runner.forwards, self.runner.seconds
         return draft
 
     def _likeliest(
@@ -73,7 +62,7 @@ class ModelTree(ModelDrafter):
         lengths = [n if on else -1 for n, on in zip(draft.lengths, alive, strict=True)]
         probabilities = self.sampler.probabilities(scores)
         taken, sure = [], []
-        for _ in range(self.widths[depth] if depth < len(self.widths) else 1):
+        for _ in range(width_at(self.widths, depth)):
             best = self.sampler.choose(scores, firsts, lengths, parents)[..., None].clamp(min=0)
             chance = probabilities.gather(2, best)
             if taken:  # where no token is left, one comes a second time

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...checkpoints.whole_file import written_whole
+from ...engines.trees import width_at
 from ..draft import Draft, Rows
 from ..stats import LevelStats
 from .agreement import agreed_length
@@ -166,8 +167,7 @@ class NGram:
             drafted = waiting.pop()
             tail = [*row[-(self.order - 1):], *drafted][-(self.order - 1):]
             depth = len(drafted)
-            width = widths[depth] if depth < len(widths) else 1
-            found = self._successors(tail, width) if depth < limit else []
+            found = self._successors(tail, width_at(widths, depth)) if depth < limit else []
             waiting += [[*drafted, token] for token in reversed(found)]
             if not found and drafted:
                 whole.append(drafted)
