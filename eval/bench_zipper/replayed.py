@@ -39,8 +39,8 @@ WAYS = (
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each way and batch; decode only, four drafted tokens in every round. captured: a whole round is one graph,
-    which a host's part is not."""
+    """One for each way and batch; decode only, four drafted tokens a round. captured: a round is one graph, which
+    that of a host's part is not."""
     for high_part in ("host", "device", None):
         model = plain(options) if high_part is None else in_two_parts(options, high_part)
         if high_part == "host":
