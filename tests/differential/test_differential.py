@@ -110,8 +110,8 @@ def test_a_chain_that_writes_something_else_is_seen(monkeypatch):
 
 
 def test_a_tie_may_turn_on_what_a_filter_leaves_in():
-    """Which tokens are typical follows from all logits: these two, nearer to each other or further apart, do not show it."""
-    ask = {"temperature": 1.0, "top_k": 0, "typical_p": 0.6}
+    """Which tokens are typical follows from all logits: to move these two does not show it."""
+    ask = {"sample": 3, "temperature": 1.0, "top_k": 0, "typical_p": 0.6}
     logits = torch.randn(12, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
     rest = [1], 0, 7, 0, 1
     assert chosen(ask, logits, *rest) == 0
