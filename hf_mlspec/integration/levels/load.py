@@ -20,6 +20,7 @@ from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
 from ..quantizer.gpt_oss_loading import is_original_folder, load_original
 from ..quantizer.source_config import is_gguf, loading_options
+from .hub import is_hub_name, require_on_hub
 from .words import require_no_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,13 +54,17 @@ def require_folder(path: str) -> None:
     """ValueError where ``path`` can only be a folder and there is none; a GGUF file passes."""
     if is_gguf(path):
         return
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).is_dir():
+    if not is_hub_name(path) and not Path(path).is_dir():
         raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
 
 
 def require_config(path: str, name: str) -> None:
-    """ValueError, which calls the model `name`, for a folder that holds none; a hub name passes."""
+    """ValueError, which calls the model `name`, for a folder that holds none, and a hub name that cannot be asked for."""
+    if not Path(path).exists() and is_hub_name(path):
+        try:
+            require_on_hub(path)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{name} cannot be loaded as a causal language model: the folder holds no config.json")
 

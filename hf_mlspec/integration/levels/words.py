@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
+from .hub import is_hub_name, require_on_hub
 
 _MOST_DIGITS = 9
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
@@ -66,8 +67,7 @@ def parse_level(text: str) -> Word:
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
-    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name or _is_there(path):
+    if is_hub_name(path) or _is_there(path):
         return Word("load", path=path, cast=cast)
     words = _words()
     if len(parts := [part for part in SEPARATORS.split(text) if part]) > 1:
@@ -109,13 +109,15 @@ def require_no_head(path: str) -> None:
 
 
 def _config_file(path: str) -> Path | None:
-    """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once."""
+    """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once.
+    ValueError for a hub name of which neither says anything."""
     file = Path(path) / "config.json"
     if file.is_file():
         return file
-    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if Path(path).exists() or not is_hub_name(path):
         return None
     if path not in _CONFIGS:
+        require_on_hub(path)
         quiet = ("missing_entries", "connection_errors", "gated_repo")
         found = cached_file(path, "config.json", **{f"_raise_exceptions_for_{what}": False for what in quiet})
         if found is None:
