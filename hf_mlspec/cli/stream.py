@@ -125,8 +125,8 @@ class LiveTable(TextStream):
             accumulate(self.finished, stats)
 
     def _page(self, lines: int) -> int:
-        """From where on the text fills so many lines: it moves a page at a time, to the beginning of a line if there is
-        one, so that lines break where they did."""
+        """From where on the text fills so many lines: it moves a page at a time, to the beginning of a line where one
+        begins, so that lines break where they did."""
         size = lines * self.console.width
         page = max(0, len(self.text) // size - 1) * size
         return self.text.find("\n", page, max(page, len(self.text) - size)) + 1 or page

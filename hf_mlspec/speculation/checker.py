@@ -45,8 +45,8 @@ class Checker:
     """A level that can check drafts: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
     keep_logits: verdicts carry logits and scores even if the check does not need them.
-    on_check: called for every check, also those inside the engine; None: no callback. rows_alone: why it is to check no
-    trees, None where it may.
+    on_check: called for every check, also those inside the engine; None: no callback. rows_alone: why it is to check
+    no trees, None where it may.
     """
 
     runner: Engine

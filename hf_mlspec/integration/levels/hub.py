@@ -1,4 +1,4 @@
-"""Can a hub name be a model's? Asked once and briefly, before anything retries: most wrong names are folders misspelt."""
+"""Can a hub name be a model's? Asked once and briefly: most wrong names are folders misspelt."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def require_folder(path: str) -> None:
 
 
 def require_config(path: str, name: str) -> None:
-    """ValueError, which calls the model `name`, for a folder that holds none, and a hub name that cannot be asked for."""
+    """ValueError, which calls the model `name`, for a folder that holds none, or a hub name nobody knows of."""
     if not Path(path).exists() and is_hub_name(path):
         try:
             require_on_hub(path)
