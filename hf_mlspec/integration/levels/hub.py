@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 
-_SECONDS = 5  # to wait for the hub; its own clients try again for more than a minute
-_reached: set[str] = set()  # names that the hub, or its cache, knows something of
+_WAIT = 5  # seconds for the hub to answer; what loads models asks again and again, for more than a minute
+_STANDS = 60  # seconds that a missing answer is not asked for again
+_silent: dict[str, tuple[float, str]] = {}  # when a name was asked for, and what was in the way
+_answered: set[str] = set()
 
 
 def is_hub_name(path: str) -> bool:
@@ -14,25 +18,26 @@ def is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
-def require_on_hub(name: str) -> None:
-    """ValueError for a hub name of which the hub's cache has no config.json where the hub is not to be asked
-    (HF_HUB_OFFLINE) or does not answer. What the hub itself says of a name is told by whoever loads it."""
-    if name in _reached or isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    if (why := _why_not_asked(name)) is not None:
-        raise ValueError(f"folder {name!r} does not exist; as the name of a model on the hub it is not in the hub's "
-                         f"cache, and {why}")
-    _reached.add(name)
-
-
-def _why_not_asked(name: str) -> str | None:
-    """None where the hub has answered, whatever it said."""
+def why_not_on_hub(name: str) -> str | None:
+    """Why nothing can be known of a hub name: the hub's cache has no config.json of it, and the hub is not to be asked
+    (HF_HUB_OFFLINE) or does not answer. None where one of them says something, whatever that is."""
+    if name in _answered or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return None
     if constants.HF_HUB_OFFLINE:
-        return "the hub is not to be asked (HF_HUB_OFFLINE)"
+        return _said("is not to be asked (HF_HUB_OFFLINE)")
+    asked, why = _silent.get(name, (0.0, ""))
+    if why and time.monotonic() - asked < _STANDS:
+        return why
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_SECONDS)
-    except HfHubHTTPError as error:
-        return None if error.response is not None else "the hub does not answer"
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_WAIT)
+    except HfHubHTTPError:
+        pass  # of what is missing there, whoever loads it tells
     except Exception as error:  # whatever the client below has for a network that is not there
-        return f"the hub does not answer ({type(error).__name__})"
+        _silent[name] = time.monotonic(), _said(f"does not answer ({type(error).__name__})")
+        return _silent[name][1]
+    _answered.add(name)
     return None
+
+
+def _said(what: str) -> str:
+    return f"there is no such folder, and the model hub, whose cache does not have it, {what}"

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
-from .hub import is_hub_name, require_on_hub
+from .hub import is_hub_name, why_not_on_hub
 
 _MOST_DIGITS = 9
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
@@ -109,15 +109,15 @@ def require_no_head(path: str) -> None:
 
 
 def _config_file(path: str) -> Path | None:
-    """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once.
-    ValueError for a hub name of which neither says anything."""
+    """The config.json of a folder, or of a hub name where the hub or its cache has one; the hub is asked once."""
     file = Path(path) / "config.json"
     if file.is_file():
         return file
     if Path(path).exists() or not is_hub_name(path):
         return None
     if path not in _CONFIGS:
-        require_on_hub(path)
+        if why_not_on_hub(path) is not None:
+            return None  # as below
         quiet = ("missing_entries", "connection_errors", "gated_repo")
         found = cached_file(path, "config.json", **{f"_raise_exceptions_for_{what}": False for what in quiet})
         if found is None:
