@@ -167,7 +167,8 @@ class ReturnedCache:
         """Keys (0) or values (1) `[batch, kv_heads, count, head_dim]` of a layer."""
         first = self._taken[0][layer][which]
         shape = len(self._taken), first.shape[0], count, first.shape[2]
-        out = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        own = self.chain.target.runner.model.dtype  # float16 is computed in float32
+        out = torch.zeros(shape, dtype=own if own == torch.float16 else first.dtype, device=first.device)
         for number, layers in self._taken.items():
             states = layers[layer][which]
             columns = self.prompts.columns(number, states.shape[1] + self._skipped(number))[self._skipped(number) :]
