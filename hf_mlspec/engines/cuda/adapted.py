@@ -40,11 +40,6 @@ class AdaptedLinear:
             return ops.adapted_linear(x, dense.weight, dense.bias, between, self.up, self.first)
         return ops.low_rank_added(dense(x, bits), between, self.up, self.first)
 
-    def chosen(self, x: Tensor, widths: Tensor) -> Tensor:
-        """The same, every token at the planes that the device has chosen for it."""
-        between = ops.low_rank_between(x, self.down)
-        return ops.low_rank_added(self.linear.chosen(x, widths), between, self.up, self.first)
-
 
 @torch.no_grad()
 def joined_with_adapters(modules: Sequence[nn.Module], name: str) -> JoinedLinear | AdaptedLinear:
