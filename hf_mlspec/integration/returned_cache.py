@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..engines.modules.states import STATE_ARGUMENTS, Kept, keeps_state
+from ..engines.modules.states import STATE_ARGUMENTS, Kept, keeps_state, of_layers
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
@@ -62,11 +62,11 @@ def _check_layers(model: PreTrainedModel, given: DynamicCache, prompts: Prompts)
             "it is another model's; leave it out"
         )
     latent = hasattr(config, "kv_lora_rank")  # its head_dim is of a part of the keys only
-    heads, dim = (None if latent else getattr(config, name, None) for name in ("num_key_value_heads", "head_dim"))
-    for index, layer in enumerate(given.layers):
-        size = dim or layer.keys.shape[-1]
+    sizes = [of_layers(config, name) for name in ("num_key_value_heads", "head_dim")]
+    for index, (layer, heads, dim) in enumerate(zip(given.layers, *sizes, strict=True)):
+        size = layer.keys.shape[-1] if latent else dim or layer.keys.shape[-1]
         own = latent or hasattr(config, "v_head_dim")
-        expected = [len(ids), heads or layer.keys.shape[1], given.get_seq_length(), size]
+        expected = [len(ids), (not latent and heads) or layer.keys.shape[1], given.get_seq_length(), size]
         _check_states(model, layer.keys, expected, ids, f"the keys of layer {index}")
         expected = [*expected[:3], layer.values.shape[-1] if own else size]
         _check_states(model, layer.values, expected, ids, f"the values of layer {index}")
