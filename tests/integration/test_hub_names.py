@@ -9,6 +9,7 @@ from models import tiny
 from hf_mlspec.integration.levels import hub
 from hf_mlspec.integration.levels.load import load_causal_lm
 from hf_mlspec.integration.levels.resolve import check_words
+from hf_mlspec.integration.levels.words import is_hub_name
 
 NOBODY = "nobody/nothing-of-that-name"
 
@@ -67,4 +68,4 @@ def test_what_the_hub_says_of_a_name_is_left_to_whoever_loads_it(monkeypatch, er
 @pytest.mark.parametrize(("path", "may_be"), [("a/b", True), ("./a/b", False), ("a", False), ("/a", False),
                                               ("~/a", False), ("a/b/c", False)])  # fmt: skip
 def test_the_form_of_a_name(path, may_be):
-    assert hub.is_hub_name(path) == may_be
+    assert is_hub_name(path) == may_be

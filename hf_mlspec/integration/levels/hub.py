@@ -13,11 +13,6 @@ _silent: dict[str, tuple[float, str]] = {}  # when a name was asked for, and wha
 _answered: set[str] = set()
 
 
-def is_hub_name(path: str) -> bool:
-    """Whether a text can be the name of a model on the hub, by its form."""
-    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
-
-
 def why_not_on_hub(name: str) -> str | None:
     """Why nothing can be known of a hub name: the hub's cache has no config.json of it, and the hub is not to be asked
     (HF_HUB_OFFLINE) or does not answer. None where one of them says something, whatever that is."""

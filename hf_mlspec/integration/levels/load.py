@@ -20,8 +20,8 @@ from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
 from ..quantizer.gpt_oss_loading import is_original_folder, load_original
 from ..quantizer.source_config import is_gguf, loading_options
-from .hub import is_hub_name, why_not_on_hub
-from .words import require_no_head
+from .hub import why_not_on_hub
+from .words import is_hub_name, require_no_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of tokenizers -> of GGUF files

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
-from .hub import is_hub_name, why_not_on_hub
+from .hub import why_not_on_hub
 
 _MOST_DIGITS = 9
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
@@ -75,6 +75,11 @@ def parse_level(text: str) -> Word:
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a text can be the name of a model on the hub, by its form."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def _is_there(path: str) -> bool:
