@@ -29,6 +29,13 @@ _inside = threading.Lock()
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
+def of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
+    """An entry of a config for each layer, None where it says nothing. Some configs differ from layer to layer, and
+    refuse to give one number for all (Gemma 4)."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return [getattr(layer, name, None) for layer in layers]
+
+
 def keeps_state(model: nn.Module) -> bool:
     """Whether a model keeps something of its rows that a length cannot roll back: it says so, or the cache that
     transformers makes for its config has a layer that is not one of keys and values alone, or layers share them."""
