@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
-// Blocks along the tokens of a row. How many are run again no launch knows; few are, and blocks take several in turn, as a block that finds
-// no token costs as much as one that starts.
+// Blocks along the tokens of a row. How many are run again no launch knows; of many rows blocks take several in turn, as one that finds no
+// token costs as much as it takes to start it.
 unsigned blocks_along(const mlspec_cuda_delta& a, unsigned across) {
   const unsigned most = unsigned(a.window + a.width), share = kTokenBlocks / (across * unsigned(a.batch));
-  const unsigned again = share < 4 ? 4 : share > 16 ? 16 : share, wanted = again > 2u * a.width ? again : 2u * a.width;
+  const unsigned again = share < 4 ? 4 : share, wanted = again > 2u * a.width ? again : 2u * a.width;
   const unsigned held = most < kMostTokenBlocks ? most : kMostTokenBlocks;
   return wanted < held ? wanted : held;
 }
