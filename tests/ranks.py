@@ -3,7 +3,8 @@
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
 key head; with `parts-and-fails` mixtures and nested models are shared, and rank 1 fails in the middle of calls. On
-GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
+GPUs, in bfloat16, with `gpus`, `gpus-parts` (the same mixtures and nested models) and `gpus-die`: rank 0 then says how
+long it waited.
 """
 
 from __future__ import annotations
@@ -80,20 +81,22 @@ def shared_model(config, shared: DistributedConfig, dtype: torch.dtype = torch.f
                                        distributed_config=shared).eval()  # fmt: skip
 
 
-def parts(shared: DistributedConfig) -> dict:
-    """What all ranks write with mixtures, and with a dense model and a mixture that are nested."""
+def parts(shared: DistributedConfig, dtype: torch.dtype = torch.float32) -> dict:
+    """What all ranks write with mixtures, and with a dense model and a mixture that are nested. dtype: of mixtures;
+    float32: also what transformers' own modules write, and what a GPU replays."""
     told = {}
     for name in ("mixtral", "qwen3_moe"):
         config = mixture_config(name)
-        model = shared_model(config, shared)
+        model = shared_model(config, shared, dtype)
         found = {"engine": of_all(engine_of(model).name), "alone": of_all(written(model, []))}
-        found["stock"] = of_all(written(model, None))
         found["cast"] = of_all(written(model, ["mxfp4"]))
         found["together"] = of_all(together(model, ["mxfp4"]))
         found["packed experts"] = of_all(sum(type(one).__name__ == "PackedExperts"
                                              for one in hf_mlspec.direct_cast(model).modules()))  # fmt: skip
-        hf_mlspec.prepare(model, engine="cuda")
-        found["device"] = of_all(written(model, ["mxfp4"]))
+        if dtype == torch.float32:
+            found["stock"] = of_all(written(model, None))
+            hf_mlspec.prepare(model, engine="cuda")
+            found["device"] = of_all(written(model, ["mxfp4"]))
         told[name] = found
     dense = LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=False)
     for name, config in (("nested", dense), ("nested mixture", mixture_config("mixtral"))):
@@ -108,13 +111,38 @@ def parts(shared: DistributedConfig) -> dict:
         found["drafted"] = of_all(hf_mlspec.last_stats(model).levels[0].drafted)
         found["together"] = of_all(together(model, ["nested"]))
         told[name] = found
+    return told
+
+
+def require_parts(found: dict, engine: str) -> None:
+    """What `parts` found is right, by this engine."""
+    for name in ("mixtral", "qwen3_moe"):
+        own = found[name]
+        assert own["engine"] == [engine, engine]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("stock", "cast", "together", "device"):
+            assert own.get(chain, own["alone"]) == own["alone"], (name, chain)
+    assert found["mixtral"]["packed experts"] == [2, 2]
+    assert found["qwen3_moe"]["packed experts"] == [1, 1]  # the other layer has an MLP
+    for name, kinds in (("nested", ["NestedLinear"]), ("nested mixture", ["NestedExperts", "NestedLinear"])):
+        own = found[name]
+        assert own["engine"] == [engine, engine]
+        assert own["kinds"] == [kinds, kinds]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("exact", "nested", "nested+mxfp4", "mxfp4", "together"):
+            assert own[chain] == own["alone"], (name, chain)
+        assert own["drafted"][0] == own["drafted"][1] > 0
+
+
+def nan_on_one(shared: DistributedConfig) -> dict:
+    """What all ranks raise for a weight that cannot be nested on one of them, and whether the model is as before."""
+    dense = LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=False)
     broken = shared_model(dense, shared, torch.bfloat16)
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight.to_local()[3, 5] = float("nan") if dist.get_rank() else 1.0
     before = [type(one).__name__ for one in broken.modules()]
-    told["nan on one"] = of_all(error_of(lambda: hf_mlspec.nest(broken)))
-    told["as before"] = of_all(before == [type(one).__name__ for one in broken.modules()])
-    return told
+    error = of_all(error_of(lambda: hf_mlspec.nest(broken)))
+    return {"nan on one": error, "as before": of_all(before == [type(one).__name__ for one in broken.modules()])}
 
 
 class Failing:
@@ -188,17 +216,21 @@ def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
             "heads": of_all(error_of(lambda: written(single, [])))}
 
 
-def on_gpus(path: str, draft: str, dies: bool) -> dict:
-    """What all ranks write, alone, in a batch and with levels; with `dies`, the error of rank 0 when 1 is gone."""
+def on_gpus(path: str, draft: str, word: str) -> dict:
+    """What all ranks write, alone, in a batch and with levels; with `gpus-die`, the error of rank 0 when 1 is gone;
+    with `gpus-parts`, `parts`."""
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    if word == "gpus-parts":
+        return parts(shared, torch.bfloat16)
     model = load(path, torch.bfloat16, distributed_config=shared)
     engine = engine_of(model)
     told = {"engine": engine.name, "by": type(engine.decoder.ranks).__name__, "alone": of_all(written(model, []))}
     told["batches"] = of_all(together(model, []))
     told["chains"] = [of_all(written(model, levels)) for levels in (["mxfp4"], [draft], ["mxfp4", draft])]
+    dies = word == "gpus-die"
     if dies and dist.get_rank() == 1:
         os._exit(9)
     if dies:
@@ -212,14 +244,15 @@ def on_gpus(path: str, draft: str, dies: bool) -> dict:
 
 def main(path: str, draft: str, word: str) -> None:
     if word.startswith("gpus"):
-        told = on_gpus(path, draft, word == "gpus-die")
+        told = on_gpus(path, draft, word)
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         os._exit(0)  # a device error leaves nothing to be taken down
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     if word in ("odd", "parts-and-fails"):
-        told = odd(path, draft, shared) if word == "odd" else {"parts": parts(shared), "fails": fails(path, shared)}
+        told = odd(path, draft, shared) if word == "odd" else {
+            "parts": parts(shared), **nan_on_one(shared), "fails": fails(path, shared)}  # fmt: skip
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import require_parts
 
 from hf_mlspec import demo_pair
 
@@ -48,6 +49,11 @@ def test_gpus_that_share_a_model_write_what_it_writes_alone():
     assert alone[0] == alone[1]
     assert found["batches"] == alone
     assert all(chain == alone for chain in found["chains"])
+
+
+@needs_two
+def test_gpus_share_experts_and_nested_weights():
+    require_parts(told("gpus-parts", 29615), "cuda")
 
 
 @needs_two
