@@ -17,7 +17,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.distributed import DistributedConfig
 
 import hf_mlspec
@@ -69,6 +76,9 @@ def error_of(call) -> str:
 def mixture_config(name: str):
     if name == "mixtral":
         return MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2)
+    if name == "qwen2_moe":
+        return Qwen2MoeConfig(**SIZES, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
+                              num_experts_per_tok=2, shared_expert_intermediate_size=128, mlp_only_layers=[1])
     return Qwen3MoeConfig(**SIZES, head_dim=16, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
                           num_experts_per_tok=2, mlp_only_layers=[1])
 
@@ -85,7 +95,7 @@ def parts(shared: DistributedConfig, dtype: torch.dtype = torch.float32) -> dict
     """What all ranks write with mixtures, and with a dense model and a mixture that are nested. dtype: of mixtures;
     float32: also what transformers' own modules write, and what a GPU replays."""
     told = {}
-    for name in ("mixtral", "qwen3_moe"):
+    for name in ("mixtral", "qwen3_moe", "qwen2_moe"):
         config = mixture_config(name)
         model = shared_model(config, shared, dtype)
         found = {"engine": of_all(engine_of(model).name), "alone": of_all(written(model, []))}
@@ -116,14 +126,15 @@ def parts(shared: DistributedConfig, dtype: torch.dtype = torch.float32) -> dict
 
 def require_parts(found: dict, engine: str) -> None:
     """What `parts` found is right, by this engine."""
-    for name in ("mixtral", "qwen3_moe"):
+    for name in ("mixtral", "qwen3_moe", "qwen2_moe"):
         own = found[name]
         assert own["engine"] == [engine, engine]
         assert own["alone"][0] == own["alone"][1]
         for chain in ("stock", "cast", "together", "device"):
             assert own.get(chain, own["alone"]) == own["alone"], (name, chain)
     assert found["mixtral"]["packed experts"] == [2, 2]
-    assert found["qwen3_moe"]["packed experts"] == [1, 1]  # the other layer has an MLP
+    for name in ("qwen2_moe", "qwen3_moe"):
+        assert found[name]["packed experts"] == [1, 1]  # the other layer has an MLP
     for name, kinds in (("nested", ["NestedLinear"]), ("nested mixture", ["NestedExperts", "NestedLinear"])):
         own = found[name]
         assert own["engine"] == [engine, engine]
