@@ -3,8 +3,8 @@
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
 key head; with `parts-and-fails` mixtures and nested models are shared, and rank 1 fails in the middle of calls. On
-GPUs, in bfloat16, with `gpus`, `gpus-parts` (the same mixtures and nested models) and `gpus-die`: rank 0 then says how
-long it waited.
+GPUs, in bfloat16, with `gpus`, `gpus-parts` (the same mixtures and nested models) and `gpus-die`: rank 0 then says
+when it was left alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from unittest import mock
 
 import torch
@@ -228,8 +229,8 @@ def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
 
 
 def on_gpus(path: str, draft: str, word: str) -> dict:
-    """What all ranks write, alone, in a batch and with levels; with `gpus-die`, the error of rank 0 when 1 is gone;
-    with `gpus-parts`, `parts`."""
+    """What all ranks write, alone, in a batch and with levels; with `gpus-parts`, `parts`. With `gpus-die` rank 1
+    ends, and rank 0, which says when, is left alone."""
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
@@ -241,15 +242,15 @@ def on_gpus(path: str, draft: str, word: str) -> dict:
     told = {"engine": engine.name, "by": type(engine.decoder.ranks).__name__, "alone": of_all(written(model, []))}
     told["batches"] = of_all(together(model, []))
     told["chains"] = [of_all(written(model, levels)) for levels in (["mxfp4"], [draft], ["mxfp4", draft])]
-    dies = word == "gpus-die"
-    if dies and dist.get_rank() == 1:
-        os._exit(9)
-    if dies:
-        began = time.time()
+    if word == "gpus-die":
+        if dist.get_rank() == 1:
+            os._exit(9)
+        print(json.dumps({"left alone": time.time()}), flush=True)
         try:
             written(model, [])
-        except Exception as error:  # of the device
-            told = {"waited": time.time() - began, "error": str(error)}
+        except Exception:  # of the device: nothing that was on it can be taken down
+            traceback.print_exc()
+            os._exit(1)
     return told
 
 
@@ -275,7 +276,8 @@ def main(path: str, draft: str, word: str) -> None:
             os._exit(9)
         written(model, ["mxfp4"])
     told["stock"] = of_all(written(model, None))
-    chains = {"cast": ["mxfp4"], "draft": [draft], "both": ["mxfp4", draft], "exit": ["early_exit:1"]}
+    chains = {"cast": ["mxfp4"], "draft": [draft], "both": ["mxfp4", draft], "exit": ["early_exit:1"],
+              "int3": ["int3"]}
     for name, levels in chains.items():
         told[name] = of_all(written(model, levels))
     told["together"] = [of_all(together(model, levels)) for levels in ([], ["mxfp4", draft])]

@@ -163,9 +163,9 @@ def test_chains_of_a_shared_model_write_what_it_writes_alone():
     done = started()
     assert done.returncode == 0, done.stderr
     found = told(done)
-    for name in ("alone", "stock", "cast", "draft", "both", "exit", "sampled", "packed", "passes"):
+    for name in ("alone", "stock", "cast", "draft", "both", "exit", "int3", "sampled", "packed", "passes"):
         assert found[name][0] == found[name][1], name
-    for name in ("stock", "cast", "draft", "both", "exit"):
+    for name in ("stock", "cast", "draft", "both", "exit", "int3"):
         assert found[name] == found["alone"], name
     assert found["engine"] == ["cpu", "cpu"]  # the compiled decoder
     assert all(chain == found["alone"] for chain in (*found["together"], *found["device"]))
