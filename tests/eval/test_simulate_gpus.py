@@ -57,7 +57,8 @@ def test_it_answers_for_shapes_and_stands_beside_what_was_measured(capsys):
     assert main([str(COSTS)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     compared = [line for line in lines if line["kind"] == "compared"]
-    assert max(abs(line["off"]) for line in compared if line["gpus"] == 1) < 0.01  # what its costs were made of
+    assert len(compared) >= 8
+    assert max(abs(line["off"]) for line in compared) < 0.1
     assert max(abs(line["off_from_part"]) for line in compared if "part_ms" in line) < 0.1
     plans = {(line["shape"], line["gpus"]): line for line in lines if line["kind"] == "plan"}
     assert plans["llama-3-70b", 1]["held"] is None
