@@ -316,6 +316,8 @@ def _add_eval(commands: Any) -> None:
                                  add_help=False, allow_abbrev=False)
     parser.passes_on = True  # to lm-eval's own parser, --help too: it is asked for when the command runs
     parser.add_argument("--data", metavar="FOLDER", help="where the data of the mlspec_... tasks lie")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes that share the documents, by Ray")
+    parser.add_argument("--ray", metavar="ADDRESS", type=text, help="of a Ray cluster, or auto")
 
 
 def _add_info(commands: Any) -> None:

@@ -64,8 +64,8 @@ def direct_cast(
 
     Of a model with adapters (PEFT) the plain base is cast. Embeddings, norms and biases are shared; ``model`` is
     unchanged. Layers that cannot be cast (in_features not a multiple of the group, Conv1D, unknown experts) are
-    shared, with one warning. Of weights that tensor parallelism shares between processes each casts its part, to MXFP4
-    alone; any other result can be saved. TypeError for other objects or dtypes that cannot be cast; ValueError for an
+    shared, with one warning. Of weights that tensor parallelism shares between processes each casts its part; any
+    other result can be saved. TypeError for other objects or dtypes that cannot be cast; ValueError for an
     unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
     model = without_wrapper(model, "direct_cast")
@@ -76,7 +76,7 @@ def direct_cast(
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     kept |= {} if cast_head else {name: _HEAD for name, module in model.named_modules() if module is head}
     paths = [name for name, _ in linears_and_experts(model) if name not in kept]
-    require_castable_shards(model, format, cast.group_size, paths)
+    require_castable_shards(model, cast.group_size, paths)
     require_finite_floats(model, kept)
     draft = share(model)
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
