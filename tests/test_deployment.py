@@ -21,6 +21,7 @@ from mlspec_cli.start import _read
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
+TARGET = str(ROOT / "hf_mlspec" / "demo_pair" / "target")
 WORDS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT"}
 
 
@@ -36,6 +37,11 @@ def steps(text: str) -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def image():
     return steps((DEPLOY / "Dockerfile").read_text())
+
+
+def read(words: list[str]):
+    """The words as `mlspec` reads them. A model's folder in these files is one to be replaced: here the demo's."""
+    return _read([TARGET if word.endswith("/TARGET") else word for word in words])
 
 
 def of(image, word: str) -> list[str]:
@@ -80,7 +86,7 @@ def test_it_does_not_run_as_root_and_owns_its_cache(image):
 def test_what_it_starts_is_a_command_of_ours(image):
     words = json.loads(of(image, "ENTRYPOINT")[0])
     assert words[0] == "mlspec"
-    args = _read(words[1:])
+    args = read(words[1:])
     assert (args.command, args.host, args.port, args.model) == ("serve", "0.0.0.0", int(of(image, "EXPOSE")[0]), None)
     check = re.search(r"CMD\s+(\[.*\])", of(image, "HEALTHCHECK")[0])[1]
     program, option, source = json.loads(check)
@@ -100,14 +106,14 @@ def test_compose_starts_it_for_this_machine_alone(image):
     assert {volume.split(":")[0] for volume in one["volumes"]} == set(compose["volumes"])
     assert one["cap_drop"] == ["ALL"]
     assert one["read_only"] is True
-    grace = _read(["serve"]).grace
+    grace = read(["serve"]).grace
     assert int(one["stop_grace_period"].removesuffix("s")) > grace
 
 
 def test_the_command_that_compose_shows_can_be_read(image):
     shown = re.search(r"command: (\[.*\])", (DEPLOY / "compose.yaml").read_text())[1]
-    args = _read([*json.loads(of(image, "ENTRYPOINT")[0])[1:], *json.loads(shown)])
-    assert (args.model, args.levels, args.api_key_file) == ("/models/TARGET", ["mxfp4"], "/run/secrets/keys")
+    args = read([*json.loads(of(image, "ENTRYPOINT")[0])[1:], *json.loads(shown)])
+    assert (args.model, args.levels, args.api_key_file) == (TARGET, ["mxfp4"], "/run/secrets/keys")
 
 
 def test_the_unit_starts_it_and_waits_for_answers():
@@ -116,7 +122,7 @@ def test_the_unit_starts_it_and_waits_for_answers():
     unit.read_string((DEPLOY / "mlspec.service").read_text())
     program, *words = unit["Service"]["ExecStart"].split()
     assert Path(program).name == "mlspec"
-    args = _read(words)
+    args = read(words)
     assert args.command == "serve"
     assert args.api_key_file == "${CREDENTIALS_DIRECTORY}/" + unit["Service"]["LoadCredential"].split(":")[0]
     assert int(unit["Service"]["TimeoutStopSec"]) > args.grace

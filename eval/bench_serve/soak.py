@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -59,7 +61,7 @@ def answers_alone(folder: str, work: Work, threads: int) -> list[str]:
 
 
 def soak(pid: int, port: int, model: str, work: Work, expected: list[str], clients: int, seconds: float) -> Soaked:
-    """So many clients ask for answers of the work at random until the time is over."""
+    """So many clients ask for answers of the work at random until the time is over, or SIGTERM ends it before."""
     found, over = Soaked(), threading.Event()
 
     def look() -> None:
@@ -81,11 +83,13 @@ def soak(pid: int, port: int, model: str, work: Work, expected: list[str], clien
 
 async def _all(port: int, model: str, work: Work, expected: list[str], clients: int, seconds: float,
                found: Soaked) -> None:
-    begin = time.perf_counter()
+    begin, over = time.perf_counter(), asyncio.Event()
+    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread hears of signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
 
     async def client(number: int) -> None:
         rng = random.Random(number)
-        while time.perf_counter() - begin < seconds:
+        while time.perf_counter() - begin < seconds and not over.is_set():
             at = rng.randrange(len(work))
             seen = Seen(0.0, 0.0, [0], [0.0], [""])
             found.asked += 1

@@ -136,8 +136,14 @@ def test_who_leaves_is_decoded_no_further(served):
 
 
 def test_what_cannot_be_is_told_and_harms_nobody(served, alone):
-    with pytest.raises(openai.BadRequestError, match="must be"):
-        ask(served, PROMPTS[0], extra_body={"generation_config": '{"max_new_tokens": -3, "do_sample": false}'})
+    positions = alone.model.config.max_position_embeddings
+    with pytest.raises(openai.BadRequestError, match=f"{positions}"):
+        ask(served, "x = 1\n" * positions, max_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="num_beams"):
+        ask(served, PROMPTS[0], extra_body={"generation_config": '{"num_beams": 3, "max_new_tokens": 4}'})
+    with pytest.raises(openai.APIError, match="num_beams"):
+        list(ask(served, PROMPTS[0], stream=True,
+                 extra_body={"generation_config": '{"num_beams": 3, "max_new_tokens": 4}'}))
     answer = ask(served, PROMPTS[0], max_tokens=6, temperature=0)
     assert answer.choices[0].text == text_of(alone, PROMPTS[0], max_new_tokens=6, do_sample=False)
 

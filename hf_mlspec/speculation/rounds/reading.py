@@ -84,12 +84,12 @@ class Reading:
     def opened(
         self, program: RoundProgram, rows: Rows, places: Sequence[int], bucket: int, capture: Capture | None
     ) -> tuple[RoundProgram, bool]:  # fmt: skip
-        """Let levels read what the coming round does not feed them, or one run that feeds it; -> what runs, and whether
-        any had to read. capture: makes a graph of a program and says whether it did; None: nobody may wait for it."""
+        """Let levels read what the coming round does not feed them, or one run that feeds it; -> what runs, whether any
+        had to read. capture: makes a graph of a program, says whether it could; None: nobody may wait for it."""
         joined, self._joined = sorted(self._joined.items(), key=lambda one: places[one[0]]), {}
         lacking, chain = max((len(rows[r]) - held for r, held in joined), default=1), self.chain
         if not joined or (lacking == 1 and chain.levels[0].states is None):  # a state is forgotten by reading
-            return program, self._catch_up(program, rows, places)
+            return program, self.catch_up(program, rows, places)
         openings = chain.openings
         opening = None if openings is None else openings.program(program, lacking, bucket)
         if opening is not None and chain.graphs.has(opening, bucket):
@@ -98,10 +98,10 @@ class Reading:
         took = seconds_of(lambda: chain.read(chain.levels[0], [places[r] for r, _ in joined], lines, held))
         if opening is not None and capture is not None:
             openings.missed(opening, bucket, took + chain.step_seconds, chain.graphs, capture)
-        self._catch_up(program, rows, places)
+        self.catch_up(program, rows, places)
         return program, True
 
-    def _catch_up(self, program: RoundProgram, rows: Rows, places: Sequence[int]) -> bool:
+    def catch_up(self, program: RoundProgram, rows: Rows, places: Sequence[int]) -> bool:
         """Let the levels of the coming round read what it does not feed them; whether any had to."""
         late = False
         for depth, index in enumerate(program.active, start=1):
