@@ -21,7 +21,6 @@ import hf_mlspec
 
 from .clients import Seen, Work, ask_all
 
-
 Ask = Callable[[], Seen]  # one run of all requests
 
 

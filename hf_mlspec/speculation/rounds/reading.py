@@ -84,8 +84,8 @@ class Reading:
     def opened(
         self, program: RoundProgram, rows: Rows, places: Sequence[int], bucket: int, capture: Capture | None
     ) -> tuple[RoundProgram, bool]:  # fmt: skip
-        """Let levels read what the coming round does not feed them, or one run that feeds it; -> what runs, whether any
-        had to read. capture: makes a graph of a program, says whether it could; None: nobody may wait for it."""
+        """Let levels read what the coming round does not feed them, or one run that feeds it; -> what runs, and if any
+        read. capture: makes a graph of a program, and says whether it could; None: nobody may wait for it."""
         joined, self._joined = sorted(self._joined.items(), key=lambda one: places[one[0]]), {}
         lacking, chain = max((len(rows[r]) - held for r, held in joined), default=1), self.chain
         if not joined or (lacking == 1 and chain.levels[0].states is None):  # a state is forgotten by reading
