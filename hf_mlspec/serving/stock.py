@@ -67,7 +67,7 @@ def enable(levels: Sequence[Any] = (), *, slots: int = 8, queue: int = 256, pref
     chunk_of(prefill_chunk)
     how = {"prefill_chunk": prefill_chunk, "prefix_cache": prefix_cache}
     settings = Settings(list(levels), slots, queue, SpeculationConfig.of(speculation_config), how)
-    stock.CBGenerateManager = partial(StreamManager, settings)
+    stock.CBGenerateManager = partial(StreamsBehind, settings)
 
 
 def disable() -> None:
@@ -75,7 +75,7 @@ def disable() -> None:
     stock.CBGenerateManager = _STOCK
 
 
-class StreamManager(BaseGenerateManager):
+class StreamsBehind(BaseGenerateManager):
     """One stream of requests over a chain, behind transformers' handlers. All methods are called in one event loop.
 
     It begins with the first request, as its tokenizer comes with that. cb_config: of a cache that is not here.
