@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class StreamsBehind(BaseGenerateManager):
                 error = str(failure)
                 ticket.cancel()
             if error is not None:
-                queue.put_nowait(stock._StreamError(error))
+                queue.put_nowait(stock._StreamError(json.dumps(error)[1:-1]))  # it is put between quotes
             if news.end is not None:
                 streamer.end()
 

@@ -143,8 +143,9 @@ def test_what_cannot_be_is_told_and_harms_nobody(served, alone):
     with pytest.raises(openai.BadRequestError) as told:
         ask(served, PROMPTS[0], **beams)
     assert "num_beams" in told.value.response.text
-    with pytest.raises(openai.APIError, match="num_beams"):
+    with pytest.raises(openai.APIError) as told:
         list(ask(served, PROMPTS[0], stream=True, **beams))
+    assert "num_beams" in str(told.value.body)
     answer = ask(served, PROMPTS[0], max_tokens=6, temperature=0)
     assert answer.choices[0].text == text_of(alone, PROMPTS[0], max_new_tokens=6, do_sample=False)
 
