@@ -8,7 +8,6 @@ end of a prompt and scores it. With few rows and tokens it takes hardly longer t
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 
 from ...precision import Bits
 from .graphs import RoundGraphs
@@ -44,10 +43,3 @@ class Openings:
         price = graphs.seconds_to_capture(program)
         if self._lost >= price:
             self._lost, self.works = 0.0, capture(program, rows)
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """What a call takes the host."""
-    begin = perf_counter()
-    call()
-    return perf_counter() - begin

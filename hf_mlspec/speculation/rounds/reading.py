@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ...engines.cuda.engine import prefill
 from ..draft import Drafter, Rows
 from .beginning import Beginnings, engine_of, put
-from .openings import Capture, seconds_of
+from .openings import Capture
 from .program import RoundLevel, RoundProgram
 
 if TYPE_CHECKING:
@@ -94,10 +95,11 @@ class Reading:
         opening = None if openings is None else openings.program(program, lacking, bucket)
         if opening is not None and chain.graphs.has(opening, bucket):
             return opening, False
-        lines, held = [rows[r][:-1] for r, _ in joined], [held for _, held in joined]
-        took = seconds_of(lambda: chain.read(chain.levels[0], [places[r] for r, _ in joined], lines, held))
+        lines, held, begin = [rows[r][:-1] for r, _ in joined], [held for _, held in joined], perf_counter()
+        chain.read(chain.levels[0], [places[r] for r, _ in joined], lines, held)
         if opening is not None and capture is not None:
-            openings.missed(opening, bucket, took + chain.step_seconds, chain.graphs, capture)
+            took = perf_counter() - begin + chain.step_seconds
+            openings.missed(opening, bucket, took, chain.graphs, capture)
         self.catch_up(program, rows, places)
         return program, True
 
