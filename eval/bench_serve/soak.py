@@ -36,7 +36,7 @@ class Soaked:
 
     def figures(self) -> dict[str, Any]:
         """What is told of it; memory_moves: the largest distance from the median behind the first fifth, over that."""
-        late = sorted(held for at, held in self.memory if at > self.seconds / 5)
+        late = sorted(held for at, held in self.memory if at > self.seconds / 5 or at == self.memory[-1][0])
         step = max(len(self.memory) // 20, 1)
         middle, ranked = late[len(late) // 2], sorted(self.waits)
         return {"seconds": self.seconds, "asked": self.asked, "answered": self.answered, "wrong": self.wrong,
@@ -67,9 +67,11 @@ def soak(pid: int, port: int, model: str, work: Work, expected: list[str], clien
     def look() -> None:
         begin, first = time.perf_counter(), psutil.Process(pid)
         processes = [first, *first.children(recursive=True)]
-        while not over.wait(_EVERY):
+        while True:
             held = sum(one.memory_info().rss for one in processes)
             found.memory.append((time.perf_counter() - begin, held))
+            if over.wait(_EVERY):
+                return
 
     watch = threading.Thread(target=look)
     watch.start()
