@@ -14,7 +14,7 @@ import hf_mlspec
 from hf_mlspec.calibration import hidden_states, needed, pipeline
 from hf_mlspec.calibration.hidden_states import FiledStates, waiting_states
 
-ROWS = [torch.randint(3, 64, (40 - seed,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
+ROWS = [torch.randint(3, 64, (40 - n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 
 

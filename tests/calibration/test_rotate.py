@@ -184,11 +184,12 @@ def test_what_cannot_be_rotated_is_named():
         rotate(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)))
     with pytest.raises(ValueError, match="already quantized"):
         rotate(hf_mlspec.direct_cast(model_of("mistral", torch.bfloat16, intermediate_size=32 * 9), "mxfp4"))
+    partly = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}  # 12 of 15 values turn
     odd = model_of("qwen3", intermediate_size=7 * 9)
     with pytest.raises(ValueError, match=r"intermediate_size 63, is odd: .* leave it out, rotate\(model, online=F"):
         rotate(odd)
     with pytest.raises(ValueError, match=r"the size of a head, 15, is odd: .* leave it out, rotate\(model, heads=F"):
-        rotate(model_of("qwen3", head_dim=15))
+        rotate(model_of("qwen3", head_dim=15, rope_parameters=partly))
 
 
 def test_hooks_of_accelerate_stay():
