@@ -22,7 +22,7 @@ class FiledStates(MutableSequence[Tensor]):
     """
 
     def __init__(self, folder: str | os.PathLike, nbytes: int) -> None:
-        self._file = tempfile.TemporaryFile(dir=Path(folder), prefix="hidden_states.")
+        self._file = tempfile.TemporaryFile(dir=Path(folder))  # noqa: SIM115: `close` is this object's
         self._places: list[tuple[int, torch.Size, torch.dtype]] = []  # first byte, and what lies there
         self._end = 0
         if nbytes and hasattr(os, "posix_fallocate"):

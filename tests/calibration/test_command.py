@@ -156,8 +156,8 @@ def test_a_disk_too_small_for_the_model_is_said_before_the_first_block(
     words = [*command(tied, text, tmp_path, *SIZES), "--method", method]
     capsys.readouterr()  # bars of what was loaded here
     line = refusal(capsys, *words)
-    words_of_disk = f"finished blocks, the model and hidden states need {whole} bytes, {whole - 1} are free: use another"
-    assert words_of_disk in line
+    needs = f"finished blocks, the model and hidden states need {whole} bytes"
+    assert f"{needs}, {whole - 1} are free: use another disk" in line
     assert not (tmp_path / "out.blocks").exists()
     monkeypatch.setattr(needed.shutil, "disk_usage", lambda place: SimpleNamespace(free=whole))
     assert main([str(word) for word in words]) == 0
