@@ -9,33 +9,19 @@ import os
 import tempfile
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 
 class FiledStates(MutableSequence[Tensor]):
-    """Tensors of the CPU in a file, as they were put there; each is read anew where it is taken.
+    """Tensors of the CPU in a file, as they were put there; each is read anew where it is taken. The file stays the
+    caller's, to be closed."""
 
-    folder: where the file is. nbytes: reserved there at once, where the system can; OSError if the disk has less.
-    """
-
-    def __init__(self, folder: str | os.PathLike, nbytes: int) -> None:
-        self._file = tempfile.TemporaryFile(dir=Path(folder))  # noqa: SIM115: `close` is this object's
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._end = file, 0
         self._places: list[tuple[int, torch.Size, torch.dtype]] = []  # first byte, and what lies there
-        self._end = 0
-        if nbytes and hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self._file.fileno(), 0, nbytes)
-            except OSError as error:
-                self.close()
-                what = f"hidden states need {nbytes} bytes ({error.strerror}): use another disk"
-                raise OSError(error.errno, what, str(folder)) from error
-
-    def close(self) -> None:
-        """Give the disk back; nothing can be read any more."""
-        self._file.close()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -78,12 +64,20 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @contextmanager
 def waiting_states(folder: str | os.PathLike | None, nbytes: int) -> Iterator[MutableSequence[Tensor]]:
-    """Nothing yet; folder: of their file, None: in memory. nbytes: of all states, as of `FiledStates`."""
+    """Nothing yet; folder: of their file, None: in memory. nbytes: of all states, reserved in the file at once, where
+    the system can; OSError if the disk has less."""
     if folder is None:
         yield []
         return
-    states = FiledStates(folder, nbytes)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            _reserve(file, nbytes, folder)
+        yield FiledStates(file)
+
+
+def _reserve(file: BinaryIO, nbytes: int, folder: str | os.PathLike) -> None:
     try:
-        yield states
-    finally:
-        states.close()
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        what = f"hidden states need {nbytes} bytes ({error.strerror}): use another disk"
+        raise OSError(error.errno, what, str(folder)) from error

@@ -24,7 +24,8 @@ def quantize(model, method: str = "gptq", **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_states_come_back_as_they_were(tmp_path, dtype):
-    states = FiledStates(tmp_path, 0)
+    file = (tmp_path / "states").open("w+b")
+    states = FiledStates(file)
     put = [torch.randn(1, length, 8).to(dtype) for length in (5, 1, 7)]
     states.extend(put)
     assert all(torch.equal(one, states[index]) for index, one in enumerate(put))
@@ -35,6 +36,7 @@ def test_states_come_back_as_they_were(tmp_path, dtype):
     del states[1]
     assert len(states) == 2
     assert torch.equal(states[1], put[2])
+    file.close()
 
 
 def test_the_file_has_no_name_and_ends_with_the_block(tmp_path):
@@ -50,11 +52,11 @@ def test_the_file_has_no_name_and_ends_with_the_block(tmp_path):
 
 
 def test_a_file_that_lost_bytes_is_told(tmp_path):
-    states = FiledStates(tmp_path, 0)
-    states.append(torch.ones(1, 4, 8))
-    states._file.truncate(100)
-    with pytest.raises(OSError, match="100 of 128 bytes of hidden states were read"):
-        states[0]
+    with waiting_states(tmp_path, 0) as states:
+        states.append(torch.ones(1, 4, 8))
+        states._file.truncate(100)
+        with pytest.raises(OSError, match="100 of 128 bytes of hidden states were read"):
+            states[0]
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq+gptq", "quarot+gptq"])
@@ -62,11 +64,13 @@ def test_codes_are_those_of_states_in_memory(tmp_path, monkeypatch, method):
     held, filed = tiny("llama", dtype=torch.bfloat16), tiny("llama", dtype=torch.bfloat16)
     quantize(held, method)
     made, own = [], FiledStates.__init__
-    monkeypatch.setattr(FiledStates, "__init__", lambda self, *given: made.append((self, given)) or own(self, *given))
+    monkeypatch.setattr(FiledStates, "__init__", lambda self, *given: made.append(self) or own(self, *given))
+    reserved, reserve = [], hidden_states._reserve
+    monkeypatch.setattr(hidden_states, "_reserve", lambda *given: reserved.append(given[1:]) or reserve(*given))
     quantize(filed, method, work_folder=tmp_path / "work")
-    ((states, (folder, reserved)),) = made
-    assert folder == tmp_path / "work"
-    assert states._end == reserved == sum(map(len, ROWS)) * filed.config.hidden_size * 2
+    (states,) = made
+    assert states._end == sum(map(len, ROWS)) * filed.config.hidden_size * 2
+    assert reserved == ([(states._end, tmp_path / "work")] if hasattr(os, "posix_fallocate") else [])
     assert states._file.closed
     assert all(torch.equal(tensor, filed.state_dict()[name]) for name, tensor in held.state_dict().items())
     names = {file.name for file in (tmp_path / "work").iterdir()}

@@ -96,15 +96,11 @@ def quantize(
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
-    filed = states_are_filed(model, work_folder)
-    _require_memory(model, rows, plan, filed)
+    _require_memory(model, rows, plan, states_are_filed(model, work_folder))
     given = given_rotations(rotations)
     record = _record(plan, rows, seed, given)
     begin = time.perf_counter()
-    states = bytes_of_states(model, sum(row.numel() for row in rows)) if filed else 0
-    finished = None if work_folder is None else _finished(model, plan, record, work_folder, states)
-    with waiting_states(work_folder if filed else None, states) as hidden:
-        layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished, hidden)
+    layers = _through_blocks(model, rows, plan, config, {"seed": seed, **given}, record, work_folder)
     record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
@@ -215,11 +211,19 @@ def keep_in_cache(model: PreTrainedModel, config: MLSpecConfig) -> None:
         attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
 
 
-def _finished(
-    model: PreTrainedModel, plan: Plan, record: dict[str, Any], folder: str | os.PathLike, states: int
-) -> FinishedBlocks:
+def _through_blocks(
+    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
+    record: dict[str, Any], folder: str | os.PathLike | None,
+) -> list[LayerReport]:  # fmt: skip
+    """With what waits in the work folder, if there is one."""
+    if folder is None:
+        return _run(model, rows, plan, config, rotation, None, [])
+    filed = states_are_filed(model, folder)
+    states = bytes_of_states(model, sum(row.numel() for row in rows)) if filed else 0
     require_disk(model, folder, plan, states)
-    return FinishedBlocks(folder, _identity(model, plan, record))
+    finished = FinishedBlocks(folder, _identity(model, plan, record))
+    with waiting_states(folder if filed else None, states) as hidden:
+        return _run(model, rows, plan, config, rotation, finished, hidden)
 
 
 @large_apart()
