@@ -69,10 +69,7 @@ def calibrate_folder(
     folder = Path(f"{target.rstrip('/')}.blocks")
     learns = learn and not Path(options["rotations"]).exists()
     plan = plan_of(model, method, config, **{**choices, **({"rotations": None} if learns else {})})
-    counts = options.get("samples", SAMPLES), options.get("tokens", TOKENS)
-    require_counts(*counts)
-    states = bytes_of_states(model, math.prod(counts)) if states_are_filed(model, folder) else 0
-    require_disk(model, folder, plan, states, saved=True)
+    require_disk(model, folder, plan, _bytes_of_states(model, folder, options), saved=True)
     how = {"calibration": calibration, "tokenizer": tokenizer, **options}
     learning = _learn(model, config, how) if learns else None
     windows = [] if ids is None else _windows(ids, max_positions(model))
@@ -86,6 +83,13 @@ def calibrate_folder(
     sizes = _saved(model, config, source, target, max_shard_size, begin)
     shutil.rmtree(folder)
     return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows), learning)
+
+
+def _bytes_of_states(model: PreTrainedModel, folder: Path, options: dict[str, Any]) -> int:
+    """Those that wait on the disk."""
+    counts = options.get("samples", SAMPLES), options.get("tokens", TOKENS)
+    require_counts(*counts)
+    return bytes_of_states(model, math.prod(counts)) if states_are_filed(model, folder) else 0
 
 
 def _choices(method: str, config: MLSpecConfig, learn: bool, options: dict[str, Any]) -> dict[str, Any]:
