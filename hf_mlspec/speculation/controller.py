@@ -243,15 +243,20 @@ class Controller(Learner):
             limits = [trial.most if r in self._trying.rows else 0 for r in range(batch)]
             reading = search.to_read(trial.active, self._trying)
         odds = self._odds(plan, batch) if plan.active and batch > 1 else [1.0] * batch
+        forecast, drafted = known.of_limits(plan, limits, odds, slots), 0.0
+        if plan.active:
+            drafted = forecast.tokens - batch
+            forecast = forecast.bringing(batch + self.memory.gain(plan, batch) * drafted)
         return Choice(
             plan,
             limits,
-            known.of_limits(plan, limits, odds, slots),
+            forecast,
             off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
             trial=trial is not None,
             reading=reading,
             switched=plan.active != self.plan.active,
+            by_chances=drafted,
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:

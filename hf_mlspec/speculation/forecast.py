@@ -46,6 +46,10 @@ class Forecast(Generic[Numbers]):
         """The same where rounds take so many times as long."""
         return Forecast(self.tokens, times * self.seconds, self.by_costs)
 
+    def bringing(self, tokens: float) -> Forecast[Numbers]:
+        """The same where a round commits so many tokens."""
+        return Forecast(tokens, self.seconds, self.by_costs)
+
     def lost(self, before: float, tokens: int, seconds: float) -> float:
         """Seconds that rounds lost beyond what was expected for their tokens, after one more of so many."""
         return max(before + seconds - _SLACK * self.seconds - tokens / self.speed, 0.0)

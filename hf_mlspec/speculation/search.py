@@ -35,7 +35,7 @@ class Choice:
     limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
     expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
     about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
-    cold in the first round.
+    cold in the first round. by_chances: drafted tokens of a round, before they are corrected by what rounds brought.
     """
 
     plan: Plan
@@ -46,6 +46,7 @@ class Choice:
     trial: bool = False
     reading: float = 0.0
     switched: bool = False
+    by_chances: float = 0.0
 
     def correct_off(self, tokens: int, seconds: float) -> None:
         """Rounds of "off", which was chosen, brought so many tokens in so long: those of calls that begin with this

@@ -20,7 +20,8 @@ from ..search import Choice
 from ..stats import SpeculationStats
 
 _CHOOSING = 0.05  # of the time of the rounds before the first choice of a call that began without one;
-_MOST_ROUNDS = 64  # so many rounds at most
+_MOST_ROUNDS = 64  # so many rounds at most, or times more where one choice after another found the same levels best
+_MOST_UNTOLD = 64  # of what a call that made no controller did, the next one learns so much
 _NO_REST = (0, 0, 0.0, 0.0)
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
@@ -157,6 +158,16 @@ class Steering:
         self._resting, self._off_seconds = usual and not plan.active and not choice.trial, forecast.seconds
         self._usual = True  # unless what comes next is new
 
+    def end(self) -> None:
+        """The call has ended, or breaks off: let memory know of all rounds, or the next call's controller where this
+        one made none."""
+        self.settle()
+        if self.controller is not None:
+            self.controller.settle()
+        elif self._first is not None and self._early:
+            self.openings.untold = len(self._first.limits), self._first, self._early[-_MOST_UNTOLD:]
+            self._early = []
+
     def settle(self) -> None:
         """Count rounds of "off", and tell the controller of them: all at once, as each takes as little as a twentieth
         of a small model's pass."""
@@ -204,7 +215,8 @@ class Steering:
             self._first = self.openings.begin(self._like)
             if self._first is not None:
                 expected = self._first.forecast.seconds
-                self._rounds = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
+                least = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
+                self._rounds = least * self.openings.patience(self._like)
                 self._lengths = list(map(len, rows))
                 there = self._set()
                 self._usual = there and max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
@@ -232,6 +244,8 @@ class Steering:
             if self._first is None:
                 best = controller.best_of(situation) if controller.choice.trial else controller.choice
                 self.openings.learn(self._like, replace(best, switched=False), seconds)
+            elif not controller.choice.trial:
+                self.openings.agree(self._like, controller.choice)
             self._making = 0.0
         there = self._set() and any(rooms)
         self._usual = there and max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE
@@ -256,11 +270,11 @@ class Steering:
             self.settle()
             made = self.make()
             made.to_build = 0.0 if self.deferred is None else self.deferred.seconds
-            made.start(rows)
-            if first is not None:
-                made.choice = first
-            for what in self._early:
-                what(made)
+            if self.openings is not None and self.openings.untold is not None:
+                nothing = made.choice
+                _tell_all(made, *self.openings.untold)
+                made.choice, self.openings.untold = nothing, None
+            _tell_all(made, rows, first, self._early)
             self._early.clear()
             self.controller, self._making = made, perf_counter() - begin
             self._watch()
@@ -336,6 +350,15 @@ def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
     """
     slots = sum(lengths) / len(lengths)
     return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)
+
+
+def _tell_all(made: Controller, rows: int, first: Choice | None, early: list[Callable[[Controller], None]]) -> None:
+    """What a call of so many rows did, which began with `first`, before there was a controller."""
+    made.start(rows)
+    if first is not None:
+        made.choice = first
+    for what in early:
+        what(made)
 
 
 def _nobody(built: Built) -> None:
