@@ -4,16 +4,17 @@ plan calls begin with?"""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .costs import DISTURBED, PassCosts
 from .estimates import Counted, PairEstimate
-from .plans import LENGTHS, TARGET, Plan
+from .plans import LENGTHS, TARGET, Plan, worth_a_window
 
 if TYPE_CHECKING:
+    from .controller import Controller
     from .search import Choice
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
@@ -29,6 +30,7 @@ _MOST_BITS = 20  # of a number of rows: a file may say anything
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
+_MOST_UNTOLD = 64  # of what a call did that made no controller, the next one is told so much
 _MOST_AGREED = 2  # choices in a row that found the levels of a call's beginning best again, as of which it is settled
 _BITS = [length.bit_length() for length in LENGTHS]
 
@@ -55,12 +57,12 @@ class Memory:
     """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed. gains: by the same, drafted tokens that whole rounds brought over
-    those that chances said: a text that gets easier as it goes on brings more than its mean. spare: seconds that may go to trials of other plans. credit: by
-    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
-    capturing rounds of trials. pace: how many times as long as usual rounds of all plans take at the moment, as other
-    programs share the machine; ratios are without it, so that plans which ran at different times can be compared.
-    costs: tells those by which ratios are from others; None: not known.
+    two; a ratio's `kept` is the sum of those observed. gains: by the same, drafted tokens that whole rounds brought
+    over those that chances said: a text that gets easier as it goes on brings more than its mean. spare: seconds that
+    may go to trials of other plans. credit: by active levels the seconds that were lost because no round of theirs was
+    captured. capturing: seconds that may go to capturing rounds of trials. pace: how many times as long as usual
+    rounds of all plans take at the moment, as other programs share the machine; ratios are without it, so that plans
+    which ran at different times can be compared. costs: tells those by which ratios are from others; None: not known.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
@@ -264,8 +266,8 @@ class Openings:
 
     found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
     when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
-    levels for that is little. disproved: whether rounds have shown that costs do not hold. untold: rows of the last
-    call that made no controller, what it began with, and what the next controller is to be told of it.
+    levels for that is little. disproved: whether rounds have shown that costs do not hold. untold: what the last call
+    began with that made no controller, and what the next controller is to be told of it.
     """
 
     found: dict[tuple, Opening] = field(default_factory=dict)
@@ -273,7 +275,7 @@ class Openings:
     due: float = math.inf
     affordable: float = 0.0
     disproved: bool = False
-    untold: tuple[int, Choice, list] | None = None
+    untold: tuple[Choice, list[Callable[[Controller], None]]] | None = None
 
     def begin(self, like: tuple) -> Choice | None:
         """What a call is to begin with; None where it is to choose: as the first one, and one in so many after it."""
@@ -301,6 +303,16 @@ class Openings:
         """Of what such calls begin with."""
         return self.found[like].patience if like in self.found else 1
 
+    def tell(self, made: Controller) -> None:
+        """What the last call did that made no controller."""
+        if self.untold is not None:
+            (first, early), self.untold, nothing = self.untold, None, made.choice
+            made.start(len(first.limits))
+            made.choice = first
+            for what in early[-_MOST_UNTOLD:]:
+                what(made)
+            made.choice = nothing
+
     def disprove(self) -> None:
         """Rounds have shown that costs do not hold: they are due, once."""
         if not self.disproved:
@@ -311,3 +323,10 @@ class Openings:
         for key, one in list(self.found.items()):
             if like in (None, key):
                 one.calls, one.agreed = one.until, 0
+
+
+def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
+    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
+    """
+    slots = sum(lengths) / len(lengths)
+    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)

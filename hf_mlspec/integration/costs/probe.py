@@ -30,7 +30,7 @@ _FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # age at which kept costs are timed again,
 _FIRST_CAPTURED = 60.0  # the same where passes are captured to be timed, which takes .2 seconds
 _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
 _CHECK_TOKENS = 1, 8  # of a pass: a step, and a check
-_SLOWER = 3  # times in a row that passes took longer, as of which costs were too low, and no other program is the reason
+_SLOWER = 3  # times in a row that passes took longer, as of which costs were too low, and no load is the reason
 _BUILDING_SHARE = 0.05  # of what a process has taken may go to building levels whose costs are to be timed again
 
 

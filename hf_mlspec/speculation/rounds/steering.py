@@ -14,14 +14,13 @@ from ..controller import Controller
 from ..deferred import Built, Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
-from ..memory import Openings
-from ..plans import Plan, Situation, worth_a_window
+from ..memory import Openings, alike
+from ..plans import Plan, Situation
 from ..search import Choice
 from ..stats import SpeculationStats
 
 _CHOOSING = 0.05  # of the time of the rounds before the first choice of a call that began without one;
 _MOST_ROUNDS = 64  # so many rounds at most, or times more where one choice after another found the same levels best
-_MOST_UNTOLD = 64  # of what a call that made no controller did, the next one learns so much
 _NO_REST = (0, 0, 0.0, 0.0)
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
@@ -50,7 +49,7 @@ class Steering:
         deferred: Deferred | None = None,
     ):
         self.make, self.target, self.seen, self.openings = make, target, seen, openings
-        self.deferred, self.on_built = deferred, _nobody
+        self.deferred, self.on_built = deferred, lambda built: None
         self._have(levels, runners)
         self.names = [level.name for level in levels] if deferred is None else deferred.names
         self._kinds = list(map(Kind.of, levels, runners)) if deferred is None else deferred.kinds
@@ -159,14 +158,12 @@ class Steering:
         self._usual = True  # unless what comes next is new
 
     def end(self) -> None:
-        """The call has ended, or breaks off: let memory know of all rounds, or the next call's controller where this
-        one made none."""
+        """The call ends: let memory know of its rounds, or where it made no controller the next one's."""
         self.settle()
         if self.controller is not None:
             self.controller.settle()
         elif self._first is not None and self._early:
-            self.openings.untold = len(self._first.limits), self._first, self._early[-_MOST_UNTOLD:]
-            self._early = []
+            self.openings.untold, self._early = (self._first, self._early), []
 
     def settle(self) -> None:
         """Count rounds of "off", and tell the controller of them: all at once, as each takes as little as a twentieth
@@ -270,11 +267,13 @@ class Steering:
             self.settle()
             made = self.make()
             made.to_build = 0.0 if self.deferred is None else self.deferred.seconds
-            if self.openings is not None and self.openings.untold is not None:
-                nothing = made.choice
-                _tell_all(made, *self.openings.untold)
-                made.choice, self.openings.untold = nothing, None
-            _tell_all(made, rows, first, self._early)
+            if self.openings is not None:
+                self.openings.tell(made)
+            made.start(rows)
+            if first is not None:
+                made.choice = first
+            for what in self._early:
+                what(made)
             self._early.clear()
             self.controller, self._making = made, perf_counter() - begin
             self._watch()
@@ -343,26 +342,6 @@ class Steering:
         """The most tokens of a row that the target has not read."""
         held = self.target.lengths  # of rows that are new it may know nothing
         return max(len(row) - (held[r] if r < len(held) else 0) for r, row in enumerate(rows))
-
-
-def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
-    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
-    """
-    slots = sum(lengths) / len(lengths)
-    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)
-
-
-def _tell_all(made: Controller, rows: int, first: Choice | None, early: list[Callable[[Controller], None]]) -> None:
-    """What a call of so many rows did, which began with `first`, before there was a controller."""
-    made.start(rows)
-    if first is not None:
-        made.choice = first
-    for what in early:
-        what(made)
-
-
-def _nobody(built: Built) -> None:
-    """Is told of levels that come where there were none to wait for."""
 
 
 def _checked(level: Drafter) -> CheckedDrafter | None:
