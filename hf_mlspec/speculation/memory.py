@@ -245,8 +245,8 @@ def _index(at: int, levels: int) -> int:
 
 @dataclass
 class Opening:
-    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may. agreed: choices in
-    a row, of such calls and at their beginning, that found the same levels best."""
+    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may. agreed: choices
+    in a row, of such calls and at their beginning, that found the same levels best."""
 
     choice: Choice
     calls: int = 0
