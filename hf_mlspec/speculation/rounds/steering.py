@@ -11,7 +11,7 @@ from ...engines.engine import Engine
 from ...nn.state import say_once
 from ...ops.attention_plain import FIRST_SLOTS
 from ..controller import Controller
-from ..deferred import Built, Deferred, Kind, inside
+from ..deferred import Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
 from ..memory import Openings, alike
