@@ -257,6 +257,7 @@ class Controller(Learner):
             reading=reading,
             switched=plan.active != self.plan.active,
             by_chances=drafted,
+            over_usual=search.over_usual(best, drafting),
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:

@@ -31,7 +31,9 @@ _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a fil
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
 _MOST_UNTOLD = 64  # of what a call did that made no controller, the next one is told so much
-_MOST_AGREED = 2  # choices in a row that found the levels of a call's beginning best again, as of which it is settled
+_MOST_AGREED = 3  # choices in a row that found the beginning of a call no worse, as of which it is settled;
+_AGREED_OFF = 2  # for "off", of which rounds tell nothing of the levels
+_NO_WORSE = 1.03  # times as long as with the best plan
 _BITS = [length.bit_length() for length in LENGTHS]
 
 
@@ -246,7 +248,7 @@ def _index(at: int, levels: int) -> int:
 @dataclass
 class Opening:
     """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may. agreed: choices
-    in a row, of such calls and at their beginning, that found the same levels best."""
+    in a row, of such calls and at their beginning, that found the same levels best, or this no worse."""
 
     choice: Choice
     calls: int = 0
@@ -255,9 +257,12 @@ class Opening:
 
     @property
     def patience(self) -> int:
-        """Times as many rounds as of a plan that is new may pass until a call that began with it chooses. Rounds of
-        "off" tell nothing of the levels: they are questioned as soon as ever."""
-        return 1 << min(self.agreed, _MOST_AGREED) if self.choice.plan.active else 1
+        """Times as many rounds as of a plan that is new may pass until a call that began with it chooses."""
+        return 1 << min(self.agreed, _MOST_AGREED if self.choice.plan.active else _AGREED_OFF)
+
+    def agrees(self, choice: Choice) -> bool:
+        """Whether another choice says that calls may go on to begin so."""
+        return choice.plan.active == self.choice.plan.active or choice.over_usual < _NO_WORSE
 
 
 @dataclass
@@ -287,21 +292,28 @@ class Openings:
 
     def learn(self, like: tuple, choice: Choice, seconds: float) -> None:
         """A call of this kind has chosen, which took so many seconds. Where it chose the same levels as the one before
-        it, twice as many calls go on with that."""
+        it, or they are hardly better, twice as many calls go on with that."""
         before, self.choosing_seconds = self.found.get(like), seconds
-        same = before is not None and before.choice.plan.active == choice.plan.active
-        until, agreed = (min(2 * before.until, _MOST_CALLS), before.agreed + 1) if same else (1, 0)
-        self.found[like] = Opening(choice, until=until, agreed=agreed)
+        if before is None or not before.agrees(choice):
+            self.found[like] = Opening(choice)
+            return
+        same = before.choice.plan.active == choice.plan.active
+        until, agreed = min(2 * before.until, _MOST_CALLS), before.agreed + 1
+        self.found[like] = Opening(choice if same else before.choice, until=until, agreed=agreed)
 
     def agree(self, like: tuple, choice: Choice) -> None:
         """A call that began with an earlier choice has made its own."""
         one = self.found.get(like)
         if one is not None:
-            one.agreed = one.agreed + 1 if one.choice.plan.active == choice.plan.active else 0
+            one.agreed = one.agreed + 1 if one.agrees(choice) else 0
 
     def patience(self, like: tuple) -> int:
         """Of what such calls begin with."""
         return self.found[like].patience if like in self.found else 1
+
+    def usual(self, like: tuple | None) -> Plan | None:
+        """What such calls begin with; None: nothing yet."""
+        return self.found[like].choice.plan if like in self.found else None
 
     def tell(self, made: Controller) -> None:
         """What the last call did that made no controller."""

@@ -234,7 +234,8 @@ class Steering:
         begin, controller = perf_counter(), self.controller
         missing = [self._missing(index) for index in range(len(self.names))]
         told = missing * 2 if self.seen else missing
-        situation = Situation(rooms, sum(self._lengths) / len(rows), told)
+        usual = self.openings.usual(self._like) if self._making and self.openings is not None else None
+        situation = Situation(rooms, sum(self._lengths) / len(rows), told, usual)
         controller.choose(situation)
         if self._making and self._like is not None:  # the first choice of the call
             seconds = self._making + perf_counter() - begin
