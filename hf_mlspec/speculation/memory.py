@@ -136,10 +136,11 @@ class Memory:
         return memory
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
-        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
-        are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
-        is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
-        does with it is the least."""
+        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: what is known
+        of it under a level in between, and of that under the checker; where those two differ, the draft is thought to
+        be right half as often. Else the prior of the level's kind. A level with a draft window is thought to draft as
+        it does without, until rounds have shown something else; of a level without one, what it does with it is the
+        least."""
         return self.pairs.get((proposer, checker)) or _guess(*self._prior(levels, proposer, checker))
 
     def _prior(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> tuple[float, ...]:
@@ -151,7 +152,7 @@ class Memory:
         for middle in range(checker + 1, proposer):
             parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
             if all(part is not None and part.known for part in parts):
-                prior = parts[0].mean * parts[1].mean
+                prior = parts[0].mean * 0.5 * (1.0 + parts[1].mean)
         return (prior,)
 
     def observed(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:

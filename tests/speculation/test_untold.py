@@ -9,6 +9,7 @@ from simulated import costs
 
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.estimates import MOST, Counted, PairEstimate
+from hf_mlspec.speculation.forecast import Forecast
 from hf_mlspec.speculation.memory import LevelCosts
 from hf_mlspec.speculation.plans import Plan, Situation
 
@@ -136,3 +137,18 @@ def test_a_gain_is_bounded_and_of_whole_rounds_alone():
     cut.observe([1], [1], [0], cut.forecast.seconds)  # the row ends
     cut.settle()
     assert cut.memory.gains == {}
+
+
+def test_a_choice_that_takes_long_is_made_where_as_much_was_lost():
+    """Rounds of microseconds do not wait for a choice whenever two of them bring nothing."""
+    asked = []
+    for took in (0.0, 1.0, 5.0):
+        made = chosen(1)
+        made.choice.forecast = Forecast(4.0, 1e-3, 1e-3)
+        made._took, made._left = took * 1e-3, 100
+        for _ in range(40):
+            made.observe([4], [4], [0], 1e-3)  # .65 of a round is lost
+            asked.append(took)
+            if made._left == 0:
+                break
+    assert [asked.count(took) for took in (0.0, 1.0, 5.0)] == [4, 7, 31]

@@ -225,7 +225,7 @@ class Steering:
         if self.controller is None and choice.plan.active:
             taken = min(max(seconds, 0.5 * choice.forecast.seconds), 2.0 * choice.forecast.seconds)
             self._lost = choice.forecast.lost(self._lost, tokens, taken)
-            if choice.forecast.surprises(self._lost):
+            if choice.forecast.surprises(self._lost, self.openings.choosing_seconds):
                 self._rounds = 0
                 self.openings.doubt(self._like)
 
