@@ -49,7 +49,7 @@ class Choice:
     reading: float = 0.0
     switched: bool = False
     by_chances: float = 0.0
-    over_usual: float = 1.0
+    over_usual: float = math.inf
 
     def correct_off(self, tokens: int, seconds: float) -> None:
         """Rounds of "off", which was chosen, brought so many tokens in so long: those of calls that begin with this

@@ -39,6 +39,18 @@ def test_other_levels_are_questioned_soon():
     assert openings.begin(("other",)) is None
 
 
+def test_what_is_hardly_worse_than_another_choice_stays():
+    """Two plans that are as good would else take turns, and each turn is a choice."""
+    openings = Openings()
+    openings.learn(("alike",), choice(FOUR), 0.001)
+    for over, plan, patience in ((1.02, FOUR, 2), (1.0, FOUR, 4), (1.05, OFF, 1)):
+        found = choice(OFF)
+        found.over_usual = over
+        openings.learn(("alike",), found, 0.001)
+        assert (openings.usual(("alike",)), openings.patience(("alike",))) == (plan, patience)
+    assert openings.usual(None) is None
+
+
 def test_a_doubt_is_of_one_kind_of_call_or_of_all():
     openings = Openings()
     for like in (("a",), ("b",)):
@@ -59,12 +71,13 @@ def test_what_a_call_does_to_its_choice_stays_its_own():
 
 
 def test_what_is_chosen_again_and_again_is_questioned_later():
-    """In a call that begins with it, too; "off" is questioned as soon as ever, and so is what brought less."""
+    """In a call that begins with it, too; "off", which tells nothing of levels, sooner, and at once what brought less.
+    """
     openings, patience = Openings(), []
-    for _ in range(4):
+    for _ in range(5):
         openings.learn(("alike",), choice(FOUR), 0.001)
         patience.append(openings.patience(("alike",)))
-    assert patience == [1, 2, 4, 4]
+    assert patience == [1, 2, 4, 8, 8]
     openings.agree(("alike",), choice(OFF))
     assert openings.patience(("alike",)) == 1
     openings.agree(("alike",), choice(FOUR))
@@ -72,9 +85,9 @@ def test_what_is_chosen_again_and_again_is_questioned_later():
     openings.doubt(("alike",))
     assert openings.patience(("alike",)) == openings.patience(("other",)) == 1
     openings.agree(("other",), choice(FOUR))  # nobody has begun with anything
-    for _ in range(3):
+    for _ in range(5):
         openings.learn(("off",), choice(OFF), 0.001)
-    assert openings.patience(("off",)) == 1
+    assert openings.patience(("off",)) == 4
 
 
 class Level:
