@@ -62,7 +62,8 @@ class CapturedChain:
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.agreed: dict[tuple, int] = {}  # how often in a row the same levels were chosen anew for such calls
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
-        self.unquestioned = 0  # calls that ended before they had chosen
+        self.unquestioned = 0  # calls that ended before they had chosen;
+        self.untold: list[tuple[int, list]] = []  # their rows and rounds, which the next controller is told of
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
         alone = off((len(levels) - 1) * (2 if seen else 1))
         self.program = self.program_of(alone) if planned else RoundProgram(levels, *self._sampling)

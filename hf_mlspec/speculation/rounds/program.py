@@ -128,8 +128,8 @@ class RoundProgram:
     @property
     def layers(self) -> int:
         """Layers of all forward passes of a round: what capturing it takes is in proportion to them."""
-        return sum(self.forwards(index) * level.decoder.num_layers for index, level in enumerate(self.levels)
-                   if isinstance(level, RoundLevel))
+        return sum(self.forwards(index) * (level.decoder.num_layers + level.decoder.num_recurrent)
+                   for index, level in enumerate(self.levels) if isinstance(level, RoundLevel))  # fmt: skip
 
     @property
     def plane_sources(self) -> list[PlaneSource]:
