@@ -64,7 +64,8 @@ def test_a_lost_device_is_named_by_every_call_and_what_gives_back_ends(device):
 @pytest.mark.parametrize(
     ("error", "gone"),
     [(torch.AcceleratorError("CUDA error: invalid argument"), False),
-     (torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("shapes differ"), True), (PlaneError("the file ends"), True), (ValueError("no width"), True)],
+     (torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("shapes differ"), True),
+     (PlaneError("the file ends"), True), (ValueError("no width"), True)],
 )  # fmt: skip
 def test_other_errors_are_what_they_were(device, error, gone):
     device["gone"] = gone
