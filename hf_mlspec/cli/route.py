@@ -37,7 +37,7 @@ def _train(args: argparse.Namespace) -> int:
     check_folder(args.out, "the router")
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out!r} is a folder: name a file, such as router.safetensors")
-    options = ("steps", "batch", "learning_rate", "query_tokens", "seed", "every")
+    options = ("steps", "batch", "learning_rate", "query_tokens", "seed", "every", "hard_share")
     given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
     if args.widths is not None:
         given["widths"] = tuple(args.widths) if isinstance(args.widths, list) else (args.widths,)
