@@ -118,8 +118,8 @@ def seconds_of(device: torch.device) -> Callable[[], float]:
 def items_of(found: Sequence[dict[str, Any]], tokenizer: Any, count: int) -> list[Item]:
     """Of lm-eval's items, spread over all."""
     items = []
-    for number in range(min(count, len(found))):
-        item = found[number * len(found) // min(count, len(found))]
+    for place in range(min(count, len(found))):
+        item = found[place * len(found) // min(count, len(found))]
         pairs = [(item["prompt"], f" {choice}") for choice in item["choices"]] if "prompt" in item else [
             (choice, f" {item['continuation']}") for choice in item["choices"]]  # fmt: skip
         ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair) for pair in pairs]
