@@ -51,7 +51,7 @@ def _steps(linear: ZipperLinear, x: torch.Tensor) -> dict[str, float]:
     return {
         "copy_out_us": _wall(lambda: seen.copy_(x, non_blocking=True)),
         "wake_us": _wall(wake),
-        "cpu_us": _wall(lambda: high_sums(seen, [rows])),
+        "cpu_us": _wall(lambda: high_sums(seen, [rows], sums)),
         "copy_back_us": _wall(lambda: back.copy_(sums, non_blocking=True)),
     }
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from eval.gpu_timing import time_rotating
+from eval.gpu_timing import read_bandwidth, time_rotating
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
@@ -20,8 +20,10 @@ ROWS = (1, 8, 16, 32)
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each mode and number of rows."""
+    """One for each mode and number of rows; then the same codes in 6 bit-planes, one product without a split, and
+    bfloat16. read_tb_s: of a sum over 4 GiB, in front of all and behind."""
     size, device = (512 if options.quick else 8192), torch.device("cuda")
+    yield from _read(device)
     for mode in MODES:
         torch.manual_seed(0)
         weight = ZipperWeight.from_dense(torch.randn(size, size, device=device), mode=mode)
@@ -46,7 +48,13 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             mib = {"low_mib": low_bytes / 2**20, "high_mib": high_bytes / 2**20}
             yield {"mode": mode, "size": size, "rows": rows, **times, **mib}
         del held
+    yield from _unsplit(size, device)
     yield from _dense(size, device)
+    yield from _read(device)
+
+
+def _read(device: torch.device) -> Iterator[dict]:
+    yield {"read_tb_s": read_bandwidth(device) / 1e12}
 
 
 def _warm(work: Callable[[], object]) -> None:
@@ -54,6 +62,21 @@ def _warm(work: Callable[[], object]) -> None:
     while time.perf_counter() < end:
         work()
         torch.cuda.synchronize()
+
+
+def _unsplit(size: int, device: torch.device) -> Iterator[dict]:
+    torch.manual_seed(0)
+    weight = ZipperWeight.from_dense(torch.randn(size, size, device=device), mode="exact")
+    planes, group = len(weight.weight_planes), 128
+    scale = weight.weight_scale.expand(-1, size // group).contiguous()
+    held = [ops.prepack_planes(weight.weight_planes, scale) for _ in range(COPIES)]
+    how = {"group_size": group, "zero_doubled": 2**planes, "num_planes": planes}
+    for rows in ROWS:
+        x = torch.randn(rows, size, device=device).bfloat16()
+        calls = [partial(ops.bitplane_linear, x, *tiles, size, **how) for tiles in held]
+        mib = sum(tensor.nbytes for tensor in held[0]) / 2**20
+        yield {"mode": f"{planes} bit-planes", "size": size, "rows": rows,
+               "both_us": time_rotating(calls, device, CALLS).microseconds, "mib": mib}  # fmt: skip
 
 
 def _dense(size: int, device: torch.device) -> Iterator[dict]:

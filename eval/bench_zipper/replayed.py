@@ -39,7 +39,8 @@ WAYS = (
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each way and batch; decode only. captured: a whole round is one graph, which a host's part is not."""
+    """One for each way and batch; decode only, four drafted tokens a round. captured: a round is one graph, which
+    that of a host's part is not."""
     for high_part in ("host", "device", None):
         model = plain(options) if high_part is None else in_two_parts(options, high_part)
         if high_part == "host":
@@ -53,11 +54,9 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 def _rate(options: argparse.Namespace, model: torch.nn.Module, way: Way, batch: int) -> dict[str, object]:
     trace = read_trace(TRACES / f"{way.trace}.json")
-    trace = _of_rows(trace, batch, options.tokens)
+    trace = reschedule(_of_rows(trace, batch, options.tokens), [DRAFTED])
     captured = way.high_part != "host"
     run = replay_captured if captured else replay
-    if captured:
-        trace = reschedule(trace, [DRAFTED])
     trace = trace if way.levels else trace.alone()
     given = {"batch_size": batch, "max_new_tokens": options.tokens}
     run(model, trace, list(way.levels), **given | {"max_new_tokens": min(8, options.tokens)})  # graphs, pinned memory

@@ -124,14 +124,14 @@ class HostWorker:
     ) -> tuple[Tensor, torch.cuda.Event]:
         if torch.get_num_threads() != threads:  # each thread of a process has its own number
             torch.set_num_threads(threads)
-        copied.synchronize()
-        sums = high_sums(seen, weights)
         if room.done is not None:
             room.done.synchronize()  # the copy of the call before, from the same memory
-        room.sums, own = self._memory(room.sums, sums.shape, sums.dtype)
-        own.copy_(sums)
+        outputs = sum(weight.out_features for weight in weights)
+        room.sums, sums = self._memory(room.sums, (len(seen), outputs), torch.float32)
+        copied.synchronize()
+        high_sums(seen, weights, sums)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            high, done = own.to(self.device, non_blocking=True), torch.cuda.Event()
+            high, done = sums.to(self.device, non_blocking=True), torch.cuda.Event()
             done.record(self.stream)
         room.done = done
         self._rooms.append(room)  # that of a call that failed goes with its error
@@ -156,15 +156,18 @@ class HostWorker:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def high_sums(x: Tensor, weights: Sequence[HostRows]) -> Tensor:
-    """bfloat16 x ``[n, in]`` on the CPU (of one weight: its columns) times high parts -> float32 ``[n, outputs]``."""
-    parts = []
-    for weight in weights:
+def high_sums(x: Tensor, weights: Sequence[HostRows], sums: Tensor) -> None:
+    """Write bfloat16 x ``[n, in]`` on the CPU (of one weight: its columns) times high parts to float32
+    ``sums [n, outputs of all]``.
+
+    Only our kernel reads and writes them: torch's own ops would wake a second pool of threads beside ours.
+    """
+    for weight, own in zip(weights, sums.split([weight.out_features for weight in weights], -1), strict=True):
+        if weight.is_empty:
+            own.zero_()
+            continue
         alone = len(weights) == 1 or weight.columns is None
-        own = x if alone else x.index_select(1, weight.columns.cpu())
-        none = torch.zeros(len(x), weight.out_features)
-        parts.append(none if weight.is_empty else ops.zipper_high_linear(own.float(), none, weight.split))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        ops.zipper_high_sums(x if alone else x.index_select(1, weight.columns.cpu()), weight.split, own)
 
 
 @functools.cache
@@ -176,8 +179,13 @@ def worker_of(device: torch.device) -> HostWorker:
 def zipper_host_linear(x: Tensor, low: Tensor, pending: Future | None, bias: Tensor | None) -> Tensor:
     """float32 ``low [n, out]`` plus what the worker adds plus bias -> ``[n, out]`` in x.dtype. pending: of ``begin``;
     None: there is no high part, and nobody waits."""
-    sums = low if pending is None else low + worker_of(x.device).finish(pending)
-    return (sums if bias is None else sums + bias.float()).to(x.dtype)
+    if pending is None:
+        return (low if bias is None else low + bias.float()).to(x.dtype)
+    high = worker_of(x.device).finish(pending)
+    if bias is not None:
+        low = low + high
+        high = bias.float()
+    return torch.add(low, high, out=torch.empty_like(low, dtype=x.dtype))  # float32 sums, rounded once
 
 
 def begun(x: Tensor, weights: Sequence[HostRows]) -> Future | None:

@@ -79,9 +79,7 @@ def dense_high(split: Tensor, out_features: int, in_features: int) -> Tensor:
 def _check_rows(given: Operands) -> int:
     """How many outputs."""
     given.require_float("x")
-    if given.x.ndim == 0 or given.x.shape[-1] % zipper.BLOCK:
-        shape = list(given.x.shape)
-        raise ValueError(f"{given.op}: x has shape {shape}, a high part has multiples of {zipper.BLOCK} inputs")
+    _require_inputs(given)
     given.require_dtype("low", torch.float32)
     given.require_contiguous("low")
     out = given.low.shape[-1] if given.low.ndim else 0
@@ -92,6 +90,12 @@ def _check_rows(given: Operands) -> int:
         given.require_float("bias")
         given.require_shape("bias", (out,))
     return out
+
+
+def _require_inputs(given: Operands) -> None:
+    if given.x.ndim == 0 or given.x.shape[-1] % zipper.BLOCK:
+        shape = list(given.x.shape)
+        raise ValueError(f"{given.op}: x has shape {shape}, a high part has multiples of {zipper.BLOCK} inputs")
 
 
 def _require_high(given: Operands, out: int, length: int) -> None:
@@ -140,6 +144,35 @@ def zipper_high_linear(x: Tensor, low: Tensor, high: Tensor, bias: Tensor | None
     float32 in an order that is its own (ZipperQuant).
     """
     return _zipper_high_linear(x, low, high, bias)
+
+
+def _check_sums(given: Operands) -> None:
+    given.require_dtype("x", torch.bfloat16)
+    if given.x.ndim != 2:
+        raise ValueError(f"{given.op}: x has shape {list(given.x.shape)}, expected [n, in]")
+    _require_inputs(given)
+    given.require_contiguous("x")
+    given.require_dtype("sums", torch.float32)
+    sums, rows = given.sums, len(given.x)
+    if sums.ndim != 2 or len(sums) != rows:
+        raise ValueError(f"{given.op}: sums has shape {list(sums.shape)}, expected [{rows}, out]")
+    if sums.stride(1) != 1:
+        shape, strides = list(sums.shape), list(sums.stride())
+        raise ValueError(f"{given.op}: sums of shape {shape} has strides {strides}, the last must be 1")
+    given.require_dtype("high", torch.int32)
+    given.require_contiguous("high")
+    _require_high(given, sums.shape[1], given.high.numel())
+
+
+@operator(_check_sums, lambda given: None, writes=("sums",))
+def _zipper_high_sums(x: Tensor, high: Tensor, sums: Tensor) -> None:
+    sums.copy_(REFERENCES["zipper_high_linear"](x.float(), torch.zeros(sums.shape, device=x.device), high, None))
+
+
+def zipper_high_sums(x: Tensor, high: Tensor, sums: Tensor) -> None:
+    """Write bfloat16 x ``[n, in]`` times a high part to float32 ``sums [n, out]``, whose rows may lie apart: the bits
+    of ``zipper_high_linear`` without a low part. Memory is the caller's."""
+    _zipper_high_sums(x, high, sums)
 
 
 def _check_joined(given: Operands) -> None:

@@ -77,7 +77,7 @@ def test_a_worker_that_fails_is_the_error_of_the_call(monkeypatch):
     module, x = layer(), torch.randn(3, 1152, device=DEVICE)
     before = module(x)
 
-    def broken(seen, weights):
+    def broken(seen, weights, sums):
         raise MemoryError("no memory for tables")
 
     with monkeypatch.context() as patch:
@@ -91,13 +91,13 @@ def test_a_worker_that_fails_in_a_chain_gives_no_token(monkeypatch):
     model = hf_mlspec.prepare(host_model(), engine="cuda")
     inputs = {name: value.cuda() for name, value in prompts([5, 9]).items()}
     alone = model.generate(**inputs, **OPTIONS, assistant_models=[])
-    calls, sums = [0], zipper_host.high_sums
+    calls, own = [0], zipper_host.high_sums
 
-    def dies_late(seen, weights):
+    def dies_late(seen, weights, sums):
         calls[0] += 1
         if calls[0] == 40:
             raise SystemExit("the worker dies")
-        return sums(seen, weights)
+        own(seen, weights, sums)
 
     with monkeypatch.context() as patch:
         patch.setattr(zipper_host, "high_sums", dies_late)

@@ -7,12 +7,18 @@ import torch
 
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
-from hf_mlspec.nn.zipper_host import high_sums, to_host
+from hf_mlspec.nn.zipper_host import HostRows, high_sums, to_host
 from hf_mlspec.ops.zipper import words_begin
 
 
 def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sums_of(x: torch.Tensor, rows: list[HostRows]) -> torch.Tensor:
+    found = torch.full((len(x), sum(weight.out_features for weight in rows)), float("nan"))
+    high_sums(x, rows, found)
+    return found
 
 
 def few_outliers(out: int, size: int, groups: tuple[int, ...]) -> ZipperWeight:
@@ -33,7 +39,7 @@ def test_only_columns_with_values_are_read(groups):
     x = seeded(3, 128, seed=5).bfloat16()
     seen = x if rows.columns is None else x[:, rows.columns]
     expected = ops.zipper_high_linear(x.float(), torch.zeros(3, 20), split)
-    assert torch.equal(high_sums(seen, [rows]), expected)
+    assert torch.equal(sums_of(seen, [rows]), expected)
 
 
 def test_all_columns_and_several_weights():
@@ -47,12 +53,12 @@ def test_all_columns_and_several_weights():
         ops.zipper_high_linear(x.float(), torch.zeros(5, out), split)
         for split, out in zip(splits, (32, 7, 9), strict=True)
     ]
-    assert torch.equal(high_sums(x, rows), torch.cat(apart, -1))
-    assert torch.equal(high_sums(x[3:4], rows), torch.cat(apart, -1)[3:4])
+    assert torch.equal(sums_of(x, rows), torch.cat(apart, -1))
+    assert torch.equal(sums_of(x[3:4], rows), torch.cat(apart, -1)[3:4])
 
 
 def test_a_layer_without_a_high_part_is_empty():
     split = ops.prepack_zipper(*few_outliers(20, 64, ()).parts).split
     assert len(split) == words_begin(20, 64)
     assert to_host(split, 20, 64).is_empty
-    assert torch.equal(high_sums(torch.ones(2, 64).bfloat16(), [to_host(split, 20, 64)]), torch.zeros(2, 20))
+    assert torch.equal(sums_of(torch.ones(2, 64).bfloat16(), [to_host(split, 20, 64)]), torch.zeros(2, 20))

@@ -107,6 +107,7 @@ SCHEMAS = [
     "weighted_rows(Tensor rows, Tensor weights, Tensor? shared) -> Tensor",
     "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",
     "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",
+    "zipper_high_sums(Tensor x, Tensor high, Tensor(a!) sums) -> ()",
 ]
 
 

@@ -115,6 +115,44 @@ def test_shapes_without_computing():
     torch.library.opcheck(torch.ops.mlspec.zipper_high_linear, given, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("run", ["kernel", "reference"])
+@pytest.mark.parametrize(("out", "size"), [(50, 128), (83, 160)])
+def test_sums_go_where_the_caller_wants_them_in_the_same_bits(run, out, size):
+    split, x = ops.prepack_zipper(*zipper_cases.weight_of(out, size).parts).split, zipper_cases.seeded(14, size)
+    write = ops.zipper_high_sums if run == "kernel" else REFERENCES["zipper_high_sums"]
+    add = ops.zipper_high_linear if run == "kernel" else lambda *given: REFERENCES["zipper_high_linear"](*given, None)
+    room = torch.full((14, out + 9), float("nan"))  # a row's sums stand between others'
+    for rows in (1, 2, 3, 5, 6, 7, 8, 13, 14):
+        room.fill_(float("nan"))
+        write(x[:rows].bfloat16(), split, room[:rows, 4 : 4 + out])
+        assert torch.equal(room[:rows, 4 : 4 + out], add(x[:rows], torch.zeros(rows, out), split))
+        assert room[rows:].isnan().all()
+        assert room[:, [0, 3, 4 + out, 8 + out]].isnan().all()
+    write(x[:0].bfloat16(), split, room[:0, :out])
+
+
+WRONG_SUMS = [
+    ({"x": torch.zeros(2, 64)}, TypeError, "x is .*, expected"),
+    ({"x": torch.zeros(2, 1, 64).bfloat16()}, ValueError, r"x has shape \[2, 1, 64\], expected \[n, in\]"),
+    ({"x": torch.zeros(2, 62).bfloat16()}, ValueError, r"x has shape \[2, 62\], a high part has multiples of 32"),
+    ({"x": torch.zeros(64, 2).bfloat16().T}, ValueError, "x of shape .* is not contiguous"),
+    ({"sums": torch.zeros(3, 8)}, ValueError, r"sums has shape \[3, 8\], expected \[2, out\]"),
+    ({"sums": torch.zeros(2, 8).half()}, TypeError, "sums is"),
+    ({"sums": torch.zeros(8, 2).T}, ValueError, "sums of shape .* has strides .*, the last must be 1"),
+    ({"high": torch.zeros(9, dtype=torch.int32)}, ValueError, r"high has shape \[9\], expected"),
+]
+
+
+@pytest.mark.parametrize("run", ["kernel", "reference"])
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_SUMS)
+def test_sums_that_do_not_fit_are_named(run, change, error, message):
+    split = ops.prepack_zipper(*zipper_cases.weight_of(8, 64).parts).split
+    given = {"x": torch.zeros(2, 64).bfloat16(), "high": split, "sums": torch.zeros(2, 8)} | change
+    call = torch.ops.mlspec.zipper_high_sums if run == "kernel" else REFERENCES["zipper_high_sums"]
+    with pytest.raises(error, match=f"zipper_high_sums: {message}"):
+        call(*given.values())
+
+
 def test_joined_weights_are_each_by_itself():
     splits = [ops.prepack_zipper(*zipper_cases.weight_of(out, 64).parts).split for out in (32, 16, 5)]
     x, low, bias = zipper_cases.seeded(3, 64), zipper_cases.seeded(3, 53, seed=1), zipper_cases.seeded(53, seed=2)

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../../cpu/threads/parallel.h"
@@ -15,99 +16,144 @@ using at::Tensor;
 
 constexpr int64_t kBlock = 32;  // a multiple of so many inputs
 
-struct Operands {
-  const void* x;
-  mlspec_dtype dtype;
-  int64_t rows, in, out;
-  double values;  // as many as the slots have room for
-  mlspec_zipper_args high;
+// The high part of a weight: what the kernel reads of it, as many values as its slots have room for, its slices of outputs.
+struct High {
+  mlspec_zipper_args args{};
+  double values = 0;
+  int64_t slices = 0;
 };
 
-// x and high are what ops/zipper.py says they are. The words themselves are trusted: prepack_zipper made them.
-Operands checked(const char* op, const Tensor& x, const Tensor& low, const Tensor& high, const std::optional<Tensor>& bias) {
-  Operands given{};
-  given.dtype = float_dtype(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) % kBlock == 0, op, ": x has shape ", x.sizes(), ", a high part has multiples of ",
-                    kBlock, " inputs");
-  check_dtype(op, "low", low, at::kFloat);
-  check_contiguous(op, "low", low);
-  const int64_t out = low.dim() ? low.size(-1) : 0;
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = out;
-  check_shape(op, "low", low, shape);
+// high is what ops/zipper.py says it is. The words themselves are trusted: prepack_zipper made them.
+High checked_high(const char* op, const Tensor& high, int64_t in, int64_t out) {
   check_dtype(op, "high", high, at::kInt);
-  const ZipperPlaces places(x.size(-1), out);
+  const ZipperPlaces places(in, out);
   TORCH_CHECK_VALUE(high.dim() == 1 && high.size(0) >= places.words, op, ": high has shape ", high.sizes(), ", expected [",
                     places.words, " + words] from prepack_zipper");
   check_contiguous(op, "high", high);
-  check_cpu(op, "low", low);
   check_cpu(op, "high", high);
+  const int32_t* const numbers = high.const_data_ptr<int32_t>();
+  const int64_t slots = (high.size(0) - places.words) * 2 / MLSPEC_ZIPPER_OUTPUTS;
+  High found;
+  found.args.step = reinterpret_cast<const float*>(numbers + places.step);
+  found.args.starts = numbers + places.starts;
+  found.args.words = reinterpret_cast<const int16_t*>(numbers + places.words);
+  TORCH_CHECK_VALUE(found.args.starts[0] == 0 && found.args.starts[places.cells] == slots, op, ": high has ", slots,
+                    " slots, its cells end at ", found.args.starts[places.cells]);
+  found.args.in_features = in;
+  found.args.out_features = out;
+  found.values = static_cast<double>(slots * MLSPEC_ZIPPER_OUTPUTS);
+  found.slices = places.down;
+  return found;
+}
+
+void check_x(const char* op, const Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) % kBlock == 0, op, ": x has shape ", x.sizes(), ", a high part has multiples of ",
+                    kBlock, " inputs");
+}
+
+int threads_of(const High& high, int64_t rows) {
+  return threads_for(static_cast<double>(rows) * (high.values + static_cast<double>(high.args.in_features)));
+}
+
+int64_t slices_per_piece(const High& high, int threads) { return std::max<int64_t>(1, high.slices / (8 * threads)); }
+
+Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high, const std::optional<Tensor>& bias) {
+  constexpr const char* op = "zipper_high_linear";
+  const mlspec_dtype dtype = float_dtype(op, "x", x);
+  check_x(op, x);
+  check_dtype(op, "low", low, at::kFloat);
+  check_contiguous(op, "low", low);
+  const int64_t in = x.size(-1), out = low.dim() ? low.size(-1) : 0, rows = out ? low.numel() / out : 0;
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = out;
+  check_shape(op, "low", low, shape);
+  check_cpu(op, "low", low);
+  const High own_high = checked_high(op, high, in, out);
   if (bias) {
     float_dtype(op, "bias", *bias);
     check_shape(op, "bias", *bias, {out});
     check_cpu(op, "bias", *bias);
   }
-  const int32_t* const numbers = high.const_data_ptr<int32_t>();
-  const int64_t slots = (high.size(0) - places.words) * 2 / MLSPEC_ZIPPER_OUTPUTS;
-  given.high.step = reinterpret_cast<const float*>(numbers + places.step);
-  given.high.starts = numbers + places.starts;
-  given.high.words = reinterpret_cast<const int16_t*>(numbers + places.words);
-  TORCH_CHECK_VALUE(given.high.starts[0] == 0 && given.high.starts[places.cells] == slots, op, ": high has ", slots,
-                    " slots, its cells end at ", given.high.starts[places.cells]);
-  given.values = static_cast<double>(slots * MLSPEC_ZIPPER_OUTPUTS);
-  given.in = x.size(-1);
-  given.out = out;
-  given.rows = out ? low.numel() / out : 0;
-  return given;
-}
-
-Tensor zipper_high_linear(const Tensor& x, const Tensor& low, const Tensor& high, const std::optional<Tensor>& bias) {
-  constexpr const char* op = "zipper_high_linear";
-  Operands given = checked(op, x, low, high, bias);
   Tensor y = at::empty(low.sizes(), x.options());
   if (y.numel() == 0) return y;
   const Tensor flat = x.contiguous(), sums = low.clone();
   const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  given.x = flat.const_data_ptr();
-  const bool rounds = given.dtype != MLSPEC_BFLOAT16;
-  const int threads = threads_for(static_cast<double>(given.rows) * (given.values + static_cast<double>(given.in)));
-  const Tensor wide = at::empty({rounds ? threads : 0, given.in}, at::kFloat);
-  const Tensor narrow = at::empty({rounds ? given.rows : 0, given.in}, at::kBFloat16);
+  const void* const given = flat.const_data_ptr();
+  const bool rounds = dtype != MLSPEC_BFLOAT16;
+  const int threads = threads_of(own_high, rows);
+  const Tensor wide = at::empty({rounds ? threads : 0, in}, at::kFloat);
+  const Tensor narrow = at::empty({rounds ? rows : 0, in}, at::kBFloat16);
   float* const own = sums.mutable_data_ptr<float>();
   float* const widened = wide.mutable_data_ptr<float>();
   uint16_t* const narrowed = static_cast<uint16_t*>(narrow.mutable_data_ptr());
   const float* const bias_floats = bias ? added.const_data_ptr<float>() : nullptr;
   void* const result = y.mutable_data_ptr();
   const CpuKernels& kernels = cpu_kernels();
-  mlspec_zipper_args args = given.high;
-  args.x = rounds ? narrowed : static_cast<const uint16_t*>(given.x);
-  args.x_stride = args.in_features = given.in;
-  args.rows = given.rows;
-  args.out_features = args.y_stride = given.out;
+  mlspec_zipper_args args = own_high.args;
+  args.x = rounds ? narrowed : static_cast<const uint16_t*>(given);
+  args.x_stride = in;
+  args.rows = rows;
+  args.y_stride = out;
   args.y = own;
-  const int64_t slices = ZipperPlaces(given.in, given.out).down;
   run(threads, [&](Team& team) {
-    float* const room = widened + team.index() * given.in;
+    float* const room = widened + team.index() * in;
     if (rounds)
-      team.share(given.rows, rows_per_piece(given.in), [&](int64_t row, int64_t end) {
+      team.share(rows, rows_per_piece(in), [&](int64_t row, int64_t end) {
         for (; row < end; ++row) {
-          kernels.row.widen(bytes_at(given.x, given.dtype, row * given.in), given.dtype, 1.0f, given.in, room);
-          kernels.row.narrow(room, MLSPEC_BFLOAT16, given.in, narrowed + row * given.in);
+          kernels.row.widen(bytes_at(given, dtype, row * in), dtype, 1.0f, in, room);
+          kernels.row.narrow(room, MLSPEC_BFLOAT16, in, narrowed + row * in);
         }
       });
-    team.share(slices, std::max<int64_t>(1, slices / (8 * threads)),
+    team.share(own_high.slices, slices_per_piece(own_high, threads),
                [&](int64_t begin, int64_t end) { kernels.zipper_lut(&args, begin, end); });
-    team.share(given.rows, rows_per_piece(given.out), [&](int64_t row, int64_t end) {
+    team.share(rows, rows_per_piece(out), [&](int64_t row, int64_t end) {
       for (; row < end; ++row) {
-        float* const line = own + row * given.out;
-        for (int64_t i = 0; bias_floats && i < given.out; ++i) line[i] += bias_floats[i];
-        kernels.row.narrow(line, given.dtype, given.out, bytes_at(result, given.dtype, row * given.out));
+        float* const line = own + row * out;
+        for (int64_t i = 0; bias_floats && i < out; ++i) line[i] += bias_floats[i];
+        kernels.row.narrow(line, dtype, out, bytes_at(result, dtype, row * out));
       }
     });
   });
   return y;
 }
 
+// What a worker adds for a GPU: nothing but the kernel touches the numbers, so that no other pool of threads wakes.
+void zipper_high_sums(const Tensor& x, const Tensor& high, const Tensor& sums) {
+  constexpr const char* op = "zipper_high_sums";
+  check_dtype(op, "x", x, at::kBFloat16);
+  TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, in]");
+  check_x(op, x);
+  check_contiguous(op, "x", x);
+  check_dtype(op, "sums", sums, at::kFloat);
+  TORCH_CHECK_VALUE(sums.dim() == 2 && sums.size(0) == x.size(0), op, ": sums has shape ", sums.sizes(), ", expected [", x.size(0),
+                    ", out]");
+  TORCH_CHECK_VALUE(sums.stride(1) == 1, op, ": sums of shape ", sums.sizes(), " has strides ", sums.strides(),
+                    ", the last must be 1");
+  check_cpu(op, "x", x);
+  check_cpu(op, "sums", sums);
+  const int64_t rows = x.size(0), out = sums.size(1), stride = sums.stride(0);
+  const High own = checked_high(op, high, x.size(1), out);
+  if (sums.numel() == 0) return;
+  mlspec_zipper_args args = own.args;
+  args.x = static_cast<const uint16_t*>(x.const_data_ptr());
+  args.x_stride = x.size(1);
+  args.rows = rows;
+  args.y = sums.mutable_data_ptr<float>();
+  args.y_stride = stride;
+  const int threads = threads_of(own, rows);
+  const CpuKernels& kernels = cpu_kernels();
+  run(threads, [&](Team& team) {
+    team.share(own.slices, slices_per_piece(own, threads), [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * MLSPEC_ZIPPER_OUTPUTS, last = std::min<int64_t>(out, end * MLSPEC_ZIPPER_OUTPUTS);
+      for (int64_t row = 0; row < rows; ++row) std::fill(args.y + row * stride + first, args.y + row * stride + last, 0.0f);
+      kernels.zipper_lut(&args, begin, end);
+    });
+  });
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mlspec, CPU, m) { m.impl("zipper_high_linear", zipper_high_linear); }
+TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
+  m.impl("zipper_high_linear", zipper_high_linear);
+  m.impl("zipper_high_sums", zipper_high_sums);
+}

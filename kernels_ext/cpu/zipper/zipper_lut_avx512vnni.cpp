@@ -11,7 +11,7 @@ MLSPEC_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 namespace {
 
 constexpr int kOutputs = MLSPEC_ZIPPER_OUTPUTS, kInputs = MLSPEC_ZIPPER_INPUTS;
-constexpr int kRowsAtOnce = 4;         // tables and sums of these are in registers
+constexpr int kRowsAtOnce = 6;         // tables and sums of these are in registers
 constexpr int64_t kRowsOfSlices = 64;  // x of so many stays in the second cache, while slice after slice reads it
 constexpr int kAhead = 1024;           // words, of the next lines
 
@@ -91,13 +91,16 @@ extern "C" void mlspec_zipper_lut_avx512vnni(const mlspec_zipper_args* args, int
       const int32_t* const starts = a.starts + slice * across;
       const Slice own{starts, a.words + static_cast<int64_t>(starts[0]) * kOutputs, across, a.in_features};
       for (int64_t row = first; row < end;) {
-        switch (end - row) {
+        const int64_t passes = (end - row + kRowsAtOnce - 1) / kRowsAtOnce, rows = (end - row + passes - 1) / passes;
+        switch (rows) {
           case 1: add_rows<1>(a, own, slice, row); break;
           case 2: add_rows<2>(a, own, slice, row); break;
           case 3: add_rows<3>(a, own, slice, row); break;
+          case 4: add_rows<4>(a, own, slice, row); break;
+          case 5: add_rows<5>(a, own, slice, row); break;
           default: add_rows<kRowsAtOnce>(a, own, slice, row);
         }
-        row += end - row < kRowsAtOnce ? end - row : kRowsAtOnce;
+        row += rows;
       }
     }
   }
