@@ -256,12 +256,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.routing.table", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", metavar="FOLDER", help="dense (default: the demo target, with --quick)")
     parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote (--quick: one made here)")
-    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa, winogrande, gsm8k, and arc and hellaswag "
+    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa, winogrande, gsm8k; arc and hellaswag "
                         "if you have them (tasks/README.md)")
     parser.add_argument("--ptb", type=Path, metavar="FILE", help="PTB's test text: its perplexity, too")
     parser.add_argument("--quick", action="store_true", help="the demo target and a made text: shows that it runs")
-    numbers = {"items": 100, "answers": 20, "answer_tokens": 96, "windows": 64, "tokens": 128, "new_tokens": 32, "repeats": 3, "group_size": 128,
-               "top_planes": 4}  # fmt: skip
+    numbers = {"items": 100, "answers": 20, "answer_tokens": 96, "windows": 64, "tokens": 128, "new_tokens": 32,
+               "repeats": 3, "group_size": 128, "top_planes": 4}  # fmt: skip
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     parser.add_argument("--share", type=float, default=0.75, help="of the planes' bytes, the budget (%(default)s)")
