@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -297,20 +298,27 @@ budget = budget_of(model, 0.8)
 hf_mlspec.stream_planes(model, budget)
 ids, source = torch.arange(5, 45, device=DEVICE)[None], source_of(model)
 wanted = model.generate(ids, assistant_models=["planes4"], **OPTIONS)
-layer = next(own for own in source.layers if own.kept < own.low)
-source.reset()
-source.expect(layer.linear, 8)
-assert source._waiting
-x = torch.zeros(1, 1, layer.linear.in_features, device=DEVICE, dtype=torch.bfloat16)
+
+def begin_to_fetch():
+    source.reset()
+    source.expect(next(own.linear for own in source.layers if own.kept < own.low), 8)
+    return source.layers[next(iter(source._waiting))].linear
+
+linear = begin_to_fetch()
+x = torch.zeros(1, 1, linear.in_features, device=DEVICE, dtype=torch.bfloat16)
 torch._assert_async(torch.zeros((), device=DEVICE))  # between the fetch and its use
-for _ in range(3):
+try:
+    linear.at_rows(x, [8])
+    torch.cuda.synchronize()
+except RuntimeError as error:  # torch's or ours: the host may be ahead of the device
+    print(type(error).__name__)
+else:
+    print("WRONG: the device is there")
+for _ in range(2):
     try:
-        layer.linear.at_rows(x, [8])
-        torch.cuda.synchronize()
+        begin_to_fetch()
     except PlaneError as error:
         print("told:", error)
-    except torch.AcceleratorError:
-        print("the device's own words")
 for call in (lambda: model.generate(ids, assistant_models=["planes4"], **OPTIONS), lambda: model(ids)):
     try:
         call()
@@ -328,10 +336,13 @@ print("closed")
 
 def test_a_device_that_is_lost_between_a_fetch_and_its_use_is_an_error_and_nothing_leaks():
     here = Path(__file__).parent
+    paths = str(here.parents[1]), os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
-        [sys.executable, "-c", _LOST], cwd=here, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-c", _LOST], cwd=here, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["closed"], done.stdout + done.stderr
     assert "WRONG" not in done.stdout
-    assert any(line.startswith("told: cuda:0, which holds planes of this model, was lost (") for line in lines)
+    told = [line for line in lines if line.startswith("told: cuda:0, which holds planes of this model, was lost (")]
+    assert len(told) == 2, done.stdout
