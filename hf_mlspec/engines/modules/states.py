@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
 _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
@@ -147,7 +147,11 @@ def new_states(model: nn.Module) -> DynamicCache | None:
     """What transformers would start a row with; None where the model makes it by itself."""
     if not model._supports_default_dynamic_cache():
         return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    made = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if made.layers and not any(isinstance(layer, CacheLayerMixin) for layer in made.layers):
+        # An early exit in front of the first attention: masks, which nobody reads there, ask for a layer's length.
+        made.layers.append(DynamicLayer())
+    return made
 
 
 @dataclass
