@@ -40,6 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", default=["rounds", "prompts", "offload"], choices=PARTS)
     parser.add_argument("--shape", default="llama-3-8b", help="with random weights (%(default)s)")
     parser.add_argument("--model", type=Path, help="folder of a model, of the part disk")
+    parser.add_argument("--tiny", default="llama-2x1024", help="shape of the tiny level, of the part captured")
     parser.add_argument("--budget", default="6GB", help="bytes on the device for weights (%(default)s)")
     parser.add_argument("--top-planes", type=int, default=4, help="always resident; they draft (%(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="of the trace (%(default)s)")

@@ -26,7 +26,6 @@ CHAIN = "code-76m-planes8-planes4-code-4m-long-humaneval.json"  # a tiny model b
 DRAFT = "code-76m-code-4m-humaneval.json"  # it alone below the target
 LENGTHS = (16,)  # tokens of a draft
 CHAIN_LENGTHS = ((16, 3), (24, 5), (16, 7))  # likewise, and of the tiny level below it
-TINY = "llama-2x1024"
 
 
 class Drafted(NamedTuple):
@@ -64,7 +63,7 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 def tiny_model(options: argparse.Namespace) -> PreTrainedModel:
     """Of random weights, with the target's vocabulary."""
-    shape = "tiny" if options.quick else TINY
+    shape = "tiny" if options.quick else options.tiny
     return random_model(shape, str(options.device), 1, tie_word_embeddings=True)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
+from accelerate import infer_auto_device_map
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import PreTrainedModel
 
 from eval.random_packed import random_planes_model
@@ -34,17 +35,27 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             torch.cuda.empty_cache()
 
 
+def offload(model: PreTrainedModel, places: Mapping[str, int | str], device: torch.device) -> None:
+    """What ``places`` leaves on the host comes to the device before each call of a module, and goes after it: with the
+    hooks that accelerate's `dispatch_model` gives modules. That takes weights in the layout of their file, which
+    packed layers leave at their first product; here they are offloaded as they are."""
+    for name, place in places.items():
+        for module in model.get_submodule(name).modules() if place == "cpu" else ():
+            if next(module.parameters(recurse=False), None) is not None:
+                add_hook_to_module(module, AlignDevicesHook(execution_device=device, offload=True))
+
+
 def _offloaded(model: PreTrainedModel, budget: int, options: argparse.Namespace) -> dict:
-    kind = options.device.type
-    if kind != "cuda":
+    if options.device.type != "cuda":
         return {"failed": "there is no GPU to offload from"}
-    model.to("cpu")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode(False), torch.no_grad():
+        model(torch.arange(16, device=options.device)[None])  # packed layers are in tiles from now on
     places = infer_auto_device_map(
         model, max_memory={0: budget, "cpu": 1 << 40}, no_split_module_classes=model._no_split_modules
     )
-    dispatch_model(model, places)
+    offload(model, places, options.device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     ids = torch.randint(0, 100, (1, 16), device=options.device)
     how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.generate(ids, max_new_tokens=2, **how)

@@ -1,16 +1,17 @@
 """How does the decoder of GPUs step a model whose rows read as many planes as their prompts were given?
 
 A prompt is read in one step of its own, in which every block chooses as the step comes to it: on the device, and the
-host learns all choices at the end; or, where planes are streamed or kernels do not read widths from the device, the
-host waits for each (device_choice.py, host_choice.py). Where memory is short, an MLP computes a part of its tokens
-after the other. Steps behind it know what they read, or choose on the device, so that a graph holds them
-(engines/cuda/steps.py).
+host learns all choices at the end; or, where kernels do not read widths from the device or nobody knows as yet which
+streamed planes are likely (likely.py), the host waits for each (device_choice.py, host_choice.py). Where memory is
+short, an MLP computes a part of its tokens after the other. Steps behind it know what they read, or choose on the
+device, so that a graph holds them (engines/cuda/steps.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,23 @@ from ..engines.cuda.weights import PlanesTilesLinear
 from ..engines.engine import Guess, Rows
 from ..engines.memory import out_of_memory
 from .blocks import blocks_of
-from .device_choice import ChosenOnDevice, StepBits, StepState, chooses_on_device, weights_on_device
+from .device_choice import (
+    ChosenOnDevice,
+    StepBits,
+    StepState,
+    chooses_on_device,
+    streamed_top,
+    weights_on_device,
+)
 from .host_choice import ChosenOnHost, Scorers
+from .likely import TRIES, LikelyWidths
 from .router import STEP, Router
 from .row_widths import ChoosingRows
 
 ORDERED = "its linears read inputs in an order or a rotation of their own, in which a router was not trained"
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
 
+Choosing = ChosenOnDevice | ChosenOnHost
 
 _KEPT = 64  # choices of all rows together whose places on the device are kept
 
@@ -49,8 +59,9 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         self.router, self.blocks = router, blocks_of(model)
         self.chosen, self.queries = [], []
         self._row_bits: dict[tuple, RowBits] = {}  # graphs hold addresses of theirs
-        self._on_device = chooses_on_device(decoder, self.blocks, router)
-        self._scorers = None if self._on_device else Scorers(router, decoder.device)
+        self._on_device, self._top = chooses_on_device(decoder, router), streamed_top(decoder)
+        self._likely = LikelyWidths()  # of planes that are streamed
+        self._scorers = None if self._on_device and not self._top else Scorers(router, decoder.device)
         self._weights = weights_on_device(router, decoder.device) if self._on_device or router.every == STEP else []
         self._state: StepState | None = None  # of rows whose steps choose
 
@@ -94,15 +105,28 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
     def _choose(self, r: int, row: list[int], batch: int) -> Tensor:
         """As `ChoosingRows._choose`; float32 logits behind the row ``[1, vocab]``."""
         self._reserve(len(row))
+        for way in self._ways():
+            logits, choosing = self._read_whole(r, row, batch, way)
+            widths = choosing.told()
+            self._likely.saw(widths)
+            if choosing.sufficed(widths):
+                break
+        self.chosen[r], self.lengths[r] = widths, len(row) - 1
+        if self._state is not None:
+            self._state.know(r, len(row), widths, choosing.means)
+        return soft_capped(logits.float(), self.decoder.logit_softcap)
+
+    def _read_whole(
+        self, r: int, row: list[int], batch: int, way: Callable[[], Choosing]
+    ) -> tuple[Tensor, Choosing]:
+        """Logits behind a row that begins here, from one step whose blocks choose."""
         operands = [int32(own, self.decoder) for own in ([row], [0], [len(row)])]
         pick = torch.tensor([len(row) - 1], device=self.decoder.device)
         how, at_once = {"pick": pick, "draft_window": self.draft_window}, CHUNK
         while True:
-            choosing = self._choosing()
+            choosing, kv = way(), self._kv(batch)[:, :, r : r + 1]
             try:
-                logits = self.decoder.forward(
-                    *operands, self._kv(batch)[:, :, r : r + 1], bits=choosing, at_once=at_once, **how
-                )
+                logits = self.decoder.forward(*operands, kv, bits=choosing, at_once=at_once, **how)
                 break
             except RuntimeError as error:
                 if at_once <= LEAST_CHUNK or not out_of_memory(error):
@@ -110,16 +134,19 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
             at_once = min(at_once, len(row)) // 2  # what was written is written again, with the same bits
             torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
         self.forwards += 1
-        self.chosen[r], self.lengths[r] = choosing.told(), len(row) - 1
-        if self._state is not None:
-            self._state.know(r, len(row), self.chosen[r], choosing.means)
-        return soft_capped(logits.float(), self.decoder.logit_softcap)
+        return logits, choosing
 
-    def _choosing(self) -> ChosenOnDevice | ChosenOnHost:
-        """Of one step over a prompt."""
-        if self._on_device:
-            return ChosenOnDevice(self._weights, self.blocks)
-        return ChosenOnHost(self._scorers, self.blocks)
+    def _ways(self) -> Iterator[Callable[[], Choosing]]:
+        """How a prompt's blocks may choose, one after the other until one has all planes that it chose."""
+        for _ in range(TRIES if self._on_device and self._top else 0):
+            if (likely := self._likely.of_all()) is None:
+                break
+            there = [max(own, self._top) for own in likely]
+            yield partial(ChosenOnDevice, self._weights, self.blocks, there)
+        if self._on_device and not self._top:
+            yield partial(ChosenOnDevice, self._weights, self.blocks)
+        else:
+            yield partial(ChosenOnHost, self._scorers, self.blocks)
 
     def _prefill(self, lines: Rows) -> None:
         """As `CudaEngine` does, row by row."""
@@ -135,7 +162,7 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         """Of inactive rows, whose logits are meaningless, those of another row."""
         if self._state is not None:
             state = self._state if len(rows) == len(self.chosen) else self._state.of(rows[0])
-            return StepBits(state, self._weights, self.router, waits=not self._on_device)
+            return StepBits(state, self._weights, self.router, waits=not self._on_device or self._top > 0)
         known = next(own for own in self.chosen if own is not None)
         key = tuple(tuple(self.chosen[r] or known) for r in rows)
         if key not in self._row_bits:

@@ -1,7 +1,8 @@
 """How are widths chosen on the way of a step of the CUDA decoder without the host? By one kernel a block.
 
-Of a prompt the host learns what was chosen once, behind all blocks. Of steps that choose it never does: all that they
-need lies on the device, at addresses that stay, so that a graph holds such a step.
+Of a prompt the host learns what was chosen once, behind all blocks. Where planes are streamed, those that are likely
+are asked for beforehand (likely.py), and the host sees whether they were enough. Of steps that choose it never learns:
+all that they need lies on the device, at addresses that stay, so that a graph holds such a step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..engines.cuda.decoder import CudaDecoder
 from ..engines.cuda.row_bits import Chosen, Groups, grouped
-from ..engines.cuda.weights import PlanesTilesLinear
+from ..engines.cuda.streamed import StreamedPlanesLinear
 from ..ops.planes.choosing import MOST_CANDIDATES, MOST_HIDDEN, ChooserWeights
 from ..precision import Bits
 from .blocks import Block
@@ -27,12 +28,16 @@ _NEVER = 2**31 - 1  # tokens of a query that is not known: nothing stands behind
 _numbers = counted()
 
 
-def chooses_on_device(decoder: CudaDecoder, blocks: Sequence[Block], router: Router) -> bool:
-    """Whether products of this decoder read widths that the host does not know: planes resident, kernels for it."""
-    linears = [linear for first, last, _ in decoder.blocks() for linear in (first, last)]
-    resident = all(isinstance(linear, PlanesTilesLinear) for linear in linears)
+def chooses_on_device(decoder: CudaDecoder, router: Router) -> bool:
+    """Whether products of this decoder read widths that the host does not know: there are kernels for it."""
     fits = router.hidden <= MOST_HIDDEN and len(router.widths) <= MOST_CANDIDATES
-    return resident and fits and ops.chooses_on_device(decoder.device)
+    return fits and ops.chooses_on_device(decoder.device)
+
+
+def streamed_top(decoder: CudaDecoder) -> int:
+    """Planes of every layer that are always there, where some others are not; 0: all are there."""
+    linears = [linear for first, last, _ in decoder.blocks() for linear in (first, last)]
+    return min((own.resident for own in linears if isinstance(own, StreamedPlanesLinear)), default=0)
 
 
 def weights_on_device(router: Router, device: torch.device) -> list[ChooserWeights]:
@@ -54,12 +59,15 @@ def weights_on_device(router: Router, device: torch.device) -> list[ChooserWeigh
 
 class ChosenOnDevice:
     """Bits of every block of a step over one prompt, chosen from what the block reads. means: of all blocks, of what
-    they read, float32 ``[features]``."""
+    they read, float32 ``[features]``. likely: planes of each block that are to be there, of streamed ones; None: all
+    are."""
 
     waits = False
 
-    def __init__(self, weights: Sequence[ChooserWeights], blocks: Sequence[Block]):
-        self.weights, self.blocks = weights, blocks
+    def __init__(
+        self, weights: Sequence[ChooserWeights], blocks: Sequence[Block], likely: Sequence[int] | None = None
+    ):
+        self.weights, self.blocks, self._likely = weights, blocks, likely
         self.widest, self.key = Bits(max(own.num_planes for own in blocks[0].linears.values()), 16), ()
         device = weights[0].inner.device
         self.means = [torch.empty(own.inner.shape[1], device=device) for own in weights]
@@ -69,7 +77,7 @@ class ChosenOnDevice:
     def at(self, block: int, x: Tensor, starts: Tensor) -> Chosen:
         """As `BlockBits.at`; only enqueues."""
         self._widths.append(ops.choose_of_prompt(x, self.means[block], self.weights[block]))
-        return Chosen(self._widths[-1])
+        return Chosen(self._widths[-1], self._likely[block] if self._likely else 0)
 
     def told(self) -> list[int]:
         """The widths of all blocks; waits for the device. FloatingPointError where a score was NaN or infinite."""
@@ -79,6 +87,11 @@ class ChosenOnDevice:
                 require_finite(mean[None], block.name)  # raises where its input is the reason
             raise FloatingPointError("the router scores a block NaN or infinite: train another")
         return widths
+
+    def sufficed(self, widths: Sequence[int]) -> bool:
+        """Whether every block had the planes that it chose; else the pass has no meaning from the first on that had
+        not."""
+        return self._likely is None or all(own <= had for own, had in zip(widths, self._likely, strict=True))
 
 
 class StepState:

@@ -14,6 +14,7 @@ from .plane_rooms import CpuRoom, Sizes, sizes_on
 
 SLOTS = 8  # layers whose low planes are fetched ahead, at most
 _LEAST_SLOTS = 2
+_SHARE = 8  # one part in so many of what a budget leaves is for more of them: planes that stay are not fetched at all
 
 
 def low_shapes(linears: Mapping[str, PlanesLinear], device: torch.device, top: int) -> list[tuple[int, int]]:
@@ -42,9 +43,9 @@ def require_budget(linears: Mapping[str, PlanesLinear], device: torch.device, bu
             f"plane_budget is {budget:,} bytes, and the first {top} planes of all layers, with their scales and "
             f"room for {least} layers that are fetched, take {need:,}: give at least that, or fewer top_planes"
         )
-    half = (budget + need) // 2  # the other half is for low planes that stay
+    most = need + (budget - need) // _SHARE  # the rest is for low planes that stay
     more = range(min(SLOTS, len(sizes)), least, -1)
-    return next((own for own in more if stays + kind.needed(sizes, top, own) <= half), least)
+    return next((own for own in more if stays + kind.needed(sizes, top, own) <= most), least)
 
 
 def require_full(error: Exception, told: PlanesLinear, what: str) -> None:

@@ -12,6 +12,7 @@ from hf_mlspec.engines.choose import built_decoder
 from hf_mlspec.engines.engine import Guess
 from hf_mlspec.formats.planes import zeros_doubled
 from hf_mlspec.ops.operator import REFERENCES
+from hf_mlspec.ops.planes import tiles_cuda
 from hf_mlspec.ops.planes.choosing import ChooserWeights, chooses_on_device
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
 from hf_mlspec.routing.host_choice import Scorers
@@ -46,6 +47,29 @@ def test_a_token_has_the_bits_of_a_product_at_its_width(planes, out, width, grou
             assert found[own == width_of].equal(wanted[own == width_of]), (tokens, width_of)
             alike = torch.tensor([width_of], device=DEVICE, dtype=torch.int32)
             assert ops.bitplane_chosen(x, *tiles, alike, out, **how).equal(wanted), (tokens, width_of)
+
+
+@pytest.mark.parametrize(("out", "width", "group"), [(320, 512, 32), (4096, 1024, 128), (40000, 1024, 64)])
+def test_planes_that_lie_apart_are_read_as_far_as_the_device_says(out, width, group):
+    top, zero = 4, sum(zeros_doubled(8)) // 2
+    tiles, scales = weight(8, out, width, group)
+    halves = tiles.unflatten(2, (2, tiles.shape[2] // 2))
+    behind = halves.shape[3] - (8 - top) * tiles_cuda.PLANE_BYTES
+    low = halves[..., behind:].unflatten(-1, (8 - top, tiles_cuda.PLANE_BYTES))
+    low, tops = low.permute(3, 0, 1, 2, 4).flatten(1).contiguous(), halves[..., :behind].flatten(2).contiguous()
+    how = {"group_size": group, "zero_doubled": zero, "total_planes": 8}
+    for tokens in (1, 8, 20, 200):
+        x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16)
+        for there, apart in ((4, ()), (6, (low[:2],)), (7, (None, low[:3])), (8, (low[:1], low[1:].clone()))):
+            for own in (*range(1, 9), 0):  # 0: one for each token
+                widths = torch.randint(1, 9, (tokens,)) if own == 0 else torch.tensor([own])
+                found = ops.bitplane_chosen(x, tops, scales, widths.to(DEVICE, torch.int32), out, apart=apart, **how)
+                for width_of in widths.clamp(max=there).unique().tolist():
+                    wanted = ops.bitplane_linear(
+                        x, tiles, scales, out, num_planes=width_of, group_size=group, zero_doubled=zero
+                    )
+                    which = (widths.clamp(max=there) == width_of).expand(tokens)
+                    assert found[which].equal(wanted[which]), (tokens, there, own)
 
 
 @pytest.fixture(scope="module")

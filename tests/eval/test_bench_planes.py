@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from eval.bench_planes.__main__ import main
+from eval.bench_planes.offload import offload
+from eval.random_packed import random_planes_model
 
 
 def test_rounds_and_prompts_are_timed(tmp_path):
@@ -40,3 +43,15 @@ def test_captured_rounds_and_kernels_are_timed(tmp_path):
     assert {line["name"].partition(",")[0] for line in rounds} == {"resident", "streamed"}
     assert all(line["round_ms"] > 0 and line["drafting_ms"] > 0 for line in rounds)
     assert {line["planes"] for line in lines if "kernels" in line} == {"resident", "streamed"}
+
+
+def test_planes_are_offloaded_by_accelerate_in_the_tiles_that_kernels_read():
+    model, ids = random_planes_model("tiny", torch.device("cpu")), torch.arange(16)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        offload(model, {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu"}, torch.device("cpu"))
+        assert {own.device.type for own in model.model.layers[1].parameters()} == {"meta"}
+        for _ in range(2):
+            assert model(ids).logits.equal(wanted)
+    assert {own.device.type for own in model.model.layers[1].parameters()} == {"meta"}
+    assert {own.device.type for own in model.model.layers[0].parameters()} == {"cpu"}

@@ -14,8 +14,9 @@ SCHEMAS = [
     "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
     "out_features, Tensor? bias, int group_size, int zero_doubled, int num_planes, int total_planes, int "
     "outputs_of_weight) -> Tensor",
-    "bitplane_chosen(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor widths, int out_features, Tensor? bias,"
-    " int group_size, int zero_doubled) -> Tensor",
+    "bitplane_chosen(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, Tensor "
+    "widths, int out_features, Tensor? bias, int group_size, int zero_doubled, int total_planes, int "
+    "outputs_of_weight) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
     "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "

@@ -32,7 +32,7 @@ def loader(made) -> PlaneLoader:
     linears = copy.deepcopy(made)
     sizes = [sizes_on(CPU, linear) for linear in linears.values()]
     low = sizes[0].plane * (8 - TOP)
-    budget = sum(TOP * own.plane + own.beside for own in sizes) + 5 * low  # three to fetch
+    budget = sum(TOP * own.plane + own.beside for own in sizes) + 4 * low  # two to fetch
     store = HostStore([(8 - TOP, own.plane) for own in sizes], pin=False)
     found = PlaneLoader(linears, CPU, budget, store, top=TOP)
     assert [own.kept for own in found.layers] == [4, 4, 0, 0]

@@ -36,9 +36,9 @@ class AdaptedLinear:
         """``[n, in]`` -> ``[n, out]``, as the linear does, the adapters whatever the bits."""
         return ops.low_rank_added(self.linear(x, bits), x, self.down, self.up, self.first)
 
-    def chosen(self, x: Tensor, widths: Tensor) -> Tensor:
-        """The same, every token at the planes that the device has chosen for it."""
-        return ops.low_rank_added(self.linear.chosen(x, widths), x, self.down, self.up, self.first)
+    def chosen(self, x: Tensor, widths: Tensor, likely: int = 0) -> Tensor:
+        """The same, every token at the planes that the device has chosen for it. likely: as of `Chosen`."""
+        return ops.low_rank_added(self.linear.chosen(x, widths, likely), x, self.down, self.up, self.first)
 
 
 @torch.no_grad()

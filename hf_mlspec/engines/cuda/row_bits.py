@@ -24,9 +24,11 @@ class Groups(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """Planes of a step's tokens where the host does not know them: int32 ``[1]`` of all, or one for each."""
+    """Planes of a step's tokens where the host does not know them: int32 ``[1]`` of all, or one for each. likely: of
+    planes that are streamed as many are to be there, and no more need be read; others always are."""
 
     widths: Tensor
+    likely: int = 0
 
 
 BitsOfBlock = Bits | Groups | Chosen
@@ -81,7 +83,7 @@ def times(linear: Multiply, x: Tensor, bits: BitsOfBlock) -> Tensor:
     if isinstance(bits, Bits):
         return linear(x, bits)
     if isinstance(bits, Chosen):
-        return linear.chosen(x, bits.widths)
+        return linear.chosen(x, *bits)
     out = None
     for places, own in bits.parts:
         part = linear(x.index_select(0, places), own)

@@ -48,6 +48,23 @@ class StreamedPlanesLinear:
             parts = [self._fetched(x, *which, count) for which in zip(self.modules, self.biases, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
+    def chosen(self, x: Tensor, widths: Tensor, likely: int) -> Tensor:
+        """The same with as many planes as int32 ``widths`` on the device says, ``likely`` at most: where it says more,
+        the outputs have no meaning. PlaneError as above."""
+        if likely <= self.resident:
+            parts = [ops.bitplane_chosen(x, *own[:2], widths, *own[2:], **self.how) for own in self.tops]
+        else:
+            pairs = zip(self.modules, self.biases, strict=True)
+            parts = [self._fetched_chosen(x, widths, *which, likely) for which in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _fetched_chosen(
+        self, x: Tensor, widths: Tensor, module: PlanesLinear, bias: Tensor | None, count: int
+    ) -> Tensor:
+        with self.source.reading(module, count) as tiles:
+            how = {**self.how, "apart": tiles[2:]}
+            return ops.bitplane_chosen(x, *tiles[:2], widths, module.out_features, bias, **how)
+
     def _fetched(self, x: Tensor, module: PlanesLinear, bias: Tensor | None, count: int) -> Tensor:
         with self.source.reading(module, count) as tiles:
             apart = tiles[2:]

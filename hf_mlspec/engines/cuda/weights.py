@@ -139,8 +139,9 @@ class PlanesTilesLinear:
         count = bits.weight or self.own.weight
         return ops.bitplane_linear(x, *self.tiles, self.out_features, self.bias, **self.how, num_planes=count)
 
-    def chosen(self, x: Tensor, widths: Tensor) -> Tensor:
-        """The same with as many planes as int32 ``widths`` on the device says: ``[1]``, or one for each token."""
+    def chosen(self, x: Tensor, widths: Tensor, likely: int = 0) -> Tensor:
+        """The same with as many planes as int32 ``widths`` on the device says: ``[1]``, or one for each token. likely:
+        all are there."""
         return ops.bitplane_chosen(x, *self.tiles, widths, self.out_features, self.bias, **self.how)
 
 

@@ -159,8 +159,8 @@ def _bitplane_part(
     return multiply(x, planes, scale, out_features, bias, group_size, zero_doubled, num_planes)
 
 
-def _check_apart(given: Operands) -> None:
-    given.require_choice("group_size", GROUP_SIZES)
+def _check_weight_apart(given: Operands) -> tuple[int, int, int]:
+    """in_features, planes stored in the tiles, and those that lie apart."""
     if not tiles_cuda.is_packed(given.plane_tiles):
         raise ValueError(f"{given.op}: plane_tiles has shape {list(given.plane_tiles.shape)}, expected those of a GPU")
     in_features = tiles_cuda.in_features(given.plane_tiles, given.scale_tiles, given.group_size)
@@ -174,6 +174,12 @@ def _check_apart(given: Operands) -> None:
             count = len(planes) if planes.ndim else 0
             given.require_part(name, torch.uint8, (count, tiles_cuda.plane_bytes(given.plane_tiles)))
             beside += count
+    return in_features, stored, beside
+
+
+def _check_apart(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    in_features, stored, beside = _check_weight_apart(given)
     _check_whole(given, stored)
     _check_numbers(given, in_features, min(stored + beside, given.total_planes), given.total_planes)
 
@@ -184,11 +190,18 @@ def _bitplane_apart(
     out_features: int, bias: Tensor | None, group_size: int, zero_doubled: int, num_planes: int, total_planes: int,
     outputs_of_weight: int,
 ) -> Tensor:  # fmt: skip
-    planes = torch.cat([own for own in (resident, fetched) if own is not None])
-    tiles = tiles_cuda.joined(plane_tiles, planes[: total_planes - tiles_cuda.stored_planes(plane_tiles)])
+    tiles = with_apart(plane_tiles, resident, fetched, total_planes)
     multiply = REFERENCES["bitplane_part"] if x.is_cuda else _bitplane_part
     how = group_size, zero_doubled, num_planes, total_planes, outputs_of_weight
     return multiply(x, *on_cpu_order(tiles, scale_tiles, out_features), out_features, bias, *how)
+
+
+def with_apart(plane_tiles: Tensor, resident: Tensor | None, fetched: Tensor | None, total_planes: int) -> Tensor:
+    """Tiles of a GPU with the planes that lie apart in their place; as many as a weight has."""
+    found = [own for own in (resident, fetched) if own is not None]
+    if not found:
+        return plane_tiles
+    return tiles_cuda.joined(plane_tiles, torch.cat(found)[: total_planes - tiles_cuda.stored_planes(plane_tiles)])
 
 
 def _check_sums(given: Operands) -> None:

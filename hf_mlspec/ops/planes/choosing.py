@@ -6,6 +6,7 @@ token: linear, SiLU, linear; the largest score wins, the narrower width of equal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,16 @@ from torch import Tensor
 
 from ...formats.planes import GROUP_SIZES, zeros_doubled
 from ..cuda_library import why_no_cuda_kernels
-from ..operator import Operands, like_x, operator
-from . import _bitplane_linear, _check_weight, on_cpu_order
+from ..operator import REFERENCES, Operands, like_x, operator
+from . import (
+    _bitplane_part,
+    _check_weight,
+    _check_weight_apart,
+    _check_whole,
+    on_cpu_order,
+    stored_planes,
+    with_apart,
+)
 
 MOST_HIDDEN, MOST_CANDIDATES = 256, 8
 _HOPPER = "sm_90a"  # what `cuda_linears` calls its kernels
@@ -133,8 +142,10 @@ def choose_of_steps(
 
 def _check_chosen(given: Operands) -> None:
     given.require_choice("group_size", GROUP_SIZES)
-    in_features, stored = _check_weight(given)
-    least, most = zeros_doubled(stored)
+    beside = given.resident is not None or given.fetched is not None
+    in_features, stored = _check_weight_apart(given)[:2] if beside else _check_weight(given)
+    _check_whole(given, stored)
+    least, most = zeros_doubled(given.total_planes)
     if not least <= given.zero_doubled <= most:
         raise ValueError(f"{given.op}: zero_doubled is {given.zero_doubled}, expected {least} to {most}")
     given.require_rows(in_features, given.out_features)
@@ -148,26 +159,36 @@ def _check_chosen(given: Operands) -> None:
 
 @operator(_check_chosen, like_x, composed_on_cpu=True)
 def _bitplane_chosen(
-    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, widths: Tensor, out_features: int, bias: Tensor | None,
-    group_size: int, zero_doubled: int,
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, resident: Tensor | None, fetched: Tensor | None,
+    widths: Tensor, out_features: int, bias: Tensor | None, group_size: int, zero_doubled: int, total_planes: int,
+    outputs_of_weight: int,
 ) -> Tensor:  # fmt: skip
-    tiles = on_cpu_order(plane_tiles, scale_tiles, out_features)
-    flat, stored = x.reshape(-1, x.shape[-1]), len(tiles.planes)
+    planes, scale = on_cpu_order(
+        with_apart(plane_tiles, resident, fetched, total_planes), scale_tiles, out_features
+    )
+    flat, stored = x.reshape(-1, x.shape[-1]), len(planes)
     own = widths.clamp(1, stored).expand(len(flat))
+    multiply = REFERENCES["bitplane_part"] if x.is_cuda else _bitplane_part
     out = flat.new_empty(len(flat), out_features)
     for width in own.unique().tolist():
         which = own == width
-        out[which] = _bitplane_linear(flat[which], *tiles, out_features, bias, group_size, zero_doubled, width)
+        how = group_size, zero_doubled, width, total_planes, outputs_of_weight
+        out[which] = multiply(flat[which], planes, scale, out_features, bias, *how)
     return out.view(*x.shape[:-1], out_features)
 
 
 def bitplane_chosen(
     x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, widths: Tensor, out_features: int,
-    bias: Tensor | None = None, *, group_size: int, zero_doubled: int,
+    bias: Tensor | None = None, *, group_size: int, zero_doubled: int, total_planes: int | None = None,
+    outputs_of_weight: int = 0, apart: Sequence[Tensor | None] = (),
 ) -> Tensor:  # fmt: skip
-    """``bitplane_linear`` of as many planes as int32 ``widths`` says: ``[1]`` of all tokens, or one for each, 1 to the
-    stored ones (others are moved into that). A token's bits are those of ``bitplane_linear`` at its number."""
-    return _bitplane_chosen(x, plane_tiles, scale_tiles, widths, out_features, bias, group_size, zero_doubled)
+    """``bitplane_linear`` of as many planes as int32 ``widths`` says: ``[1]`` of all tokens, or one for each, 1 to
+    those that are there, in the tiles or apart (others are moved into that). A token's bits are those of
+    ``bitplane_linear`` at its number. total_planes, outputs_of_weight, apart: as there."""
+    resident, fetched = (*apart, None, None)[:2]
+    total = total_planes or stored_planes(plane_tiles)
+    how = group_size, zero_doubled, total, outputs_of_weight
+    return _bitplane_chosen(x, plane_tiles, scale_tiles, resident, fetched, widths, out_features, bias, *how)
 
 
 def chooses_on_device(device: torch.device) -> bool:

@@ -59,6 +59,24 @@ struct Product {
   bool sums = false;
 };
 
+int64_t planes_of(const Apart& apart) {
+  return (apart.resident ? apart.resident->size(0) : 0) + (apart.fetched ? apart.fetched->size(0) : 0);
+}
+
+// The weight of which these are some planes, or some outputs.
+void check_whole(const char* op, mlspec_cuda_linear& args, int64_t stored, const Product& how) {
+  const int64_t total = how.total, least_zero = total == kMaxPlanes ? 254 : 0;
+  TORCH_CHECK_VALUE(stored <= total && total <= kMaxPlanes, op, ": total_planes is ", total, ", the tiles store ", stored,
+                    ": it is that to ", kMaxPlanes);
+  TORCH_CHECK_VALUE(!how.outputs_of_weight || how.outputs_of_weight >= args.out_features, op, ": outputs_of_weight is ",
+                    how.outputs_of_weight, ", and out_features, some of them, ", args.out_features);
+  TORCH_CHECK_VALUE(least_zero <= how.zero_doubled && how.zero_doubled <= 256, op, ": zero_doubled is ", how.zero_doubled,
+                    ", of ", total, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  args.zero_doubled = static_cast<int32_t>(how.zero_doubled);
+  args.absent_planes = static_cast<int32_t>(total - stored);
+  args.outputs_of_weight = how.outputs_of_weight;
+}
+
 // Where planes that lie apart begin: as many as are multiplied.
 void find_apart(const char* op, const Apart& apart, const Tensor& tiles, int64_t stored, mlspec_cuda_linear& args) {
   const int64_t bytes = tiles.size(0) * tiles.size(1) * gpu_tiles::kPairPlaneBytes;
@@ -78,22 +96,12 @@ Tensor product(const char* op, const Tensor& x, const Tensor& plane_tiles, const
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
   const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, total = said ? said : stored;
-  const int64_t least_zero = total == kMaxPlanes ? 254 : 0;
-  TORCH_CHECK_VALUE(stored <= total && total <= kMaxPlanes, op, ": total_planes is ", total, ", the tiles store ", stored,
-                    ": it is that to ", kMaxPlanes);
-  TORCH_CHECK_VALUE(!outputs_of_weight || outputs_of_weight >= out_features, op, ": outputs_of_weight is ", outputs_of_weight,
-                    ", and out_features, some of them, ", out_features);
-  const int64_t beside = (apart.resident ? apart.resident->size(0) : 0) + (apart.fetched ? apart.fetched->size(0) : 0);
-  const int64_t most = std::min(stored + beside, total);
+  check_whole(op, args, stored, {group_size, zero_doubled, num_planes, total, outputs_of_weight});
+  const int64_t most = std::min(stored + planes_of(apart), total);
   TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= most, op, ": num_planes is ", num_planes, ", the weight stores ", most,
                     ": choose 1 to ", most);
-  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
-                    total, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
   check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
   args.num_planes = static_cast<int32_t>(num_planes);
-  args.zero_doubled = static_cast<int32_t>(zero_doubled);
-  args.absent_planes = static_cast<int32_t>(total - stored);
-  args.outputs_of_weight = outputs_of_weight;
   args.out_is_float32 = sums;
   find_apart(op, apart, plane_tiles, stored, args);
   const bool may_overlap = !apart.fetched;  // else a copy in front brings them
@@ -125,24 +133,26 @@ Tensor bitplane_sums(const Tensor& x, const Tensor& plane_tiles, const Tensor& s
   return product("bitplane_sums", x, plane_tiles, scale_tiles, out_features, {}, {group_size, zero_doubled, num_planes, 0, 0, true});
 }
 
-Tensor bitplane_chosen(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, const Tensor& widths, int64_t out_features,
-                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled) {
+Tensor bitplane_chosen(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, const std::optional<Tensor>& resident,
+                       const std::optional<Tensor>& fetched, const Tensor& widths, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t total_planes,
+                       int64_t outputs_of_weight) {
   constexpr const char* op = "bitplane_chosen";
   check_one_of(op, "group_size", group_size, kGroupSizes);
   mlspec_cuda_linear args = check_planes(op, plane_tiles, scale_tiles, out_features, group_size);
-  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes, least_zero = stored == kMaxPlanes ? 254 : 0;
-  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ",
-                    stored, " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  const Apart apart{resident, fetched};
+  const int64_t stored = plane_tiles.size(2) / gpu_tiles::kPairPlaneBytes;
+  args.num_planes = static_cast<int32_t>(std::min(stored + planes_of(apart), total_planes));
+  check_whole(op, args, stored, {group_size, zero_doubled, args.num_planes, total_planes, outputs_of_weight});
   check_linear_x(op, x, "plane_tiles", plane_tiles, args.in_features, bias, out_features);
+  find_apart(op, apart, plane_tiles, stored, args);
   const int64_t tokens = args.in_features ? x.numel() / args.in_features : 0, count = widths.dim() == 1 ? widths.size(0) : -1;
   TORCH_CHECK_VALUE(count == 1 || count == tokens, op, ": widths has shape ", widths.sizes(), ", expected [1], or [", tokens,
                     "], one for each token");
   check_vector(op, "widths", widths, count, "x", x);
-  args.num_planes = static_cast<int32_t>(stored);
-  args.zero_doubled = static_cast<int32_t>(zero_doubled);
   args.widths = widths.const_data_ptr<int32_t>();
   args.num_widths = count;
-  return multiply(CudaCall(op, x), {op, args, kHopperChosen, no_portable_chosen, true}, x, bias);
+  return multiply(CudaCall(op, x), {op, args, kHopperChosen, no_portable_chosen, true, !fetched}, x, bias);
 }
 
 // A router's MLP, as hf_mlspec/ops/planes/choosing.py says.

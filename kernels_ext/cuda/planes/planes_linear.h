@@ -13,7 +13,7 @@ extern "C" {
 const char* mlspec_cuda_bitplane_linear(const mlspec_cuda_linear* args);
 const char* mlspec_cuda_portable_bitplane_linear(const mlspec_cuda_linear* args);
 
-// The same of a weight whose tiles store all planes, as many of them as args->widths says. Compute capability 9.0.
+// The same of as many planes as args->widths says, 1 to num_planes. Compute capability 9.0.
 const char* mlspec_cuda_bitplane_chosen(const mlspec_cuda_linear* args);
 
 #ifdef __cplusplus

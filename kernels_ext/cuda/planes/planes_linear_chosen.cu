@@ -7,7 +7,6 @@ extern "C" const char* mlspec_cuda_bitplane_chosen(const mlspec_cuda_linear* arg
   using namespace mlspec;
   if (const char* problem = problem_of(*args, 32)) return problem;
   if (const char* problem = problem_of_planes(*args)) return problem;
-  if (args->absent_planes || args->num_apart) return "a weight whose planes the device counts stores all of them";
   if (!args->widths || (args->num_widths != 1 && args->num_widths != args->num_tokens)) return "widths must be one, or one a token";
   switch (args->group_size) {
     case 32: return launch_chosen_32(*args, args->num_planes);

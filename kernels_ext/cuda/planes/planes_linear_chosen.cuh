@@ -61,6 +61,8 @@ const char* plan_width(ChosenParams* c, int* shared, mlspec_cuda_linear a) {
     if (const char* problem = plan_width<Variants, kPlanes - 1>(c, shared, a)) return problem;
   if (kPlanes > c->num_planes) return nullptr;
   if (!a.stages_ahead && a.num_tokens <= 32) a.stages_ahead = kPlaneStagesAhead<kPlanes>;
+  a.num_apart = kPlanes - (c->num_planes - a.num_apart);  // of the planes that lie apart those that are read
+  if (a.num_apart < 0) a.num_apart = 0;
   a.num_planes = kPlanes;
   LinearParams& own = c->of[kPlanes - 1];
   const int needed = plan<typename Variants::template Of<kPlanes>>(&own, a, true);

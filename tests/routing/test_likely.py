@@ -1,0 +1,129 @@
+"""Are prompts over streamed planes read with what is likely, and again where a block chose more than was there?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from routed import differing, pair, queries
+
+import hf_mlspec
+from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.nn.planes import PlanesLinear
+from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
+from hf_mlspec.routing.host_choice import ChosenOnHost
+from hf_mlspec.routing.likely import RECENT, TRIES, LikelyWidths
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_likely_is_the_widest_of_recent_prompts():
+    likely = LikelyWidths()
+    assert likely.of_all() is None
+    likely.saw([8, 2])
+    likely.saw([4, 3])
+    assert likely.of_all() == [8, 3]
+    for _ in range(RECENT - 1):
+        likely.saw([4, 2])
+    assert likely.of_all() == [4, 3]
+    likely.saw([4, 2])
+    assert likely.of_all() == [4, 2]
+
+
+@pytest.fixture
+def engine():
+    """Over a streamed model; waits: of every prompt whose blocks the host waited for, the row."""
+    model = pair(seed=2)[1].eval()
+    router = differing(model)
+    held = sum(part.nbytes for own in model.modules() if isinstance(own, PlanesLinear)
+               for part in own.parts("weight")[:2])  # fmt: skip
+    hf_mlspec.stream_planes(model, held * 95 // 100, top_planes=2)
+    made = RoutedCudaEngine(model, built_decoder(model, "cuda"), router)
+    yield made
+    hf_mlspec.stream_planes(model, None)
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Blocks for which the host waited."""
+    plain, found = ChosenOnHost.at, []
+
+    def told(own, block, x, starts):
+        found.append(block)
+        return plain(own, block, x, starts)
+
+    monkeypatch.setattr(ChosenOnHost, "at", told)
+    return found
+
+
+def read(engine, row):
+    """Logits, what was chosen, and passes."""
+    engine.start(1, CPU)
+    before = engine.forwards
+    with torch.inference_mode():
+        logits = engine.feed([row])[0, -1].clone()
+    return logits, engine.chosen[0], engine.forwards - before
+
+
+def test_a_prompt_is_waited_for_once_and_a_wider_choice_is_read_again(engine, waited):
+    rows, blocks = queries(12, 20).tolist(), len(engine.blocks)
+    engine._likely = None
+    wanted = []
+    for row in rows:  # the host waits
+        engine._likely = LikelyWidths()
+        wanted.append(read(engine, row))
+    assert len(waited) == blocks * len(rows)
+    assert all(passes == 1 for _, _, passes in wanted)
+    assert len({tuple(chosen) for _, chosen, _ in wanted}) > 1
+    waited.clear()
+    engine._likely, again = LikelyWidths(), []
+    for number, row in enumerate(rows):
+        logits, chosen, passes = read(engine, row)
+        assert chosen == wanted[number][1]
+        assert logits.equal(wanted[number][0])
+        again.append(passes)
+    assert again[0] == 1  # nothing was likely as yet
+    assert max(again) > 1
+    assert again.count(1) > 1
+    for number, row in enumerate(rows):  # all of it is likely now
+        waited.clear()
+        logits, chosen, passes = read(engine, row)
+        assert passes == 1
+        assert logits.equal(wanted[number][0])
+        assert not waited
+
+
+def test_behind_some_tries_the_host_waits(engine, waited):
+    rows = queries(2, 20).tolist()
+    widths = read(engine, rows[0])[1]
+    assert any(width > engine._top for width in widths)
+
+    class Narrow(LikelyWidths):
+        def of_all(self):
+            return [2] * len(engine.blocks)
+
+    engine._likely = Narrow()
+    waited.clear()
+    _, chosen, passes = read(engine, rows[0])
+    assert (chosen, passes) == (widths, TRIES + 1)
+    assert len(waited) == len(engine.blocks)
+
+
+def test_steps_and_their_prompts_are_those_of_the_resident_model(engine):
+    row, found = queries(1, 20)[0].tolist(), []
+    for _ in range(2):  # waited for, then likely
+        engine.start(1, CPU)
+        own, tokens = list(row), []
+        with torch.inference_mode():
+            for _ in range(4):
+                tokens.append(int(engine.feed([own])[0, -1].argmax()))
+                own.append(tokens[-1])
+        found.append(tokens)
+    model = pair(seed=2)[1].eval()
+    resident = RoutedCudaEngine(model, built_decoder(model, "cuda"), engine.router)
+    resident.start(1, CPU)
+    own, tokens = list(row), []
+    with torch.inference_mode():
+        for _ in range(4):
+            tokens.append(int(resident.feed([own])[0, -1].argmax()))
+            own.append(tokens[-1])
+    assert found == [tokens, tokens]
