@@ -25,6 +25,7 @@ def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--part", "nothing"])
     assert "products" in capsys.readouterr().err
+    assert parse(["--quick"]).places == ["host", "device", "dense"]
     assert parse(["--quick"]).part == ["products", "host", "timeline", "rates", "replayed", "prefill", "memory"]
 
 
