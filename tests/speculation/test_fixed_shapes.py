@@ -125,8 +125,6 @@ def test_rounds_wait_to_be_learned_of_until_a_choice_or_the_end_of_the_loop():
     chain.planning = SimpleNamespace(end=made.settle)
     chain.learn()
     assert not made._untold.rounds
-    chain.planning.controller = None  # nothing has been chosen yet
-    chain.learn()
 
 
 def test_credit_does_not_capture_what_gains_little_in_this_call():
