@@ -20,8 +20,12 @@ class Linear(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("num_tokens", "in_features", "out_features", "x_scale_stride")]
         + [("outputs_of_weight", ctypes.c_int64)]
         + [(name, ctypes.c_int32) for name in ("group_size", "has_zeros", "outliers")]
-        + [(name, ctypes.c_int32) for name in ("tile_stride", "zero_doubled", "num_planes")]
-        + [(name, ctypes.c_int32) for name in ("table_columns", "weight_bits", "activation_bits", "bias_is_float32")]
+        + [(name, ctypes.c_int32) for name in ("tile_stride", "zero_doubled", "num_planes", "absent_planes")]
+        + [("num_apart", ctypes.c_int32), ("apart", ctypes.c_void_p * 7)]
+        + [("widths", ctypes.c_void_p), ("num_widths", ctypes.c_int64)]
+        + [(name, ctypes.c_int32) for name in ("table_columns", "weight_bits", "activation_bits")]
+        + [("activation_clip", ctypes.c_float)]
+        + [(name, ctypes.c_int32) for name in ("bias_is_float32", "out_is_float32")]
         + [("partial", ctypes.c_void_p)]
         + [(name, ctypes.c_int32) for name in ("overlap", "variant", "ranks", "ring_bytes", "stages_ahead")]
         + [("stream", ctypes.c_void_p)]
@@ -32,7 +36,9 @@ class Quantize(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("x", "codes", "scales")]
         + [(name, ctypes.c_int64) for name in ("num_tokens", "in_features", "scale_stride")]
-        + [(name, ctypes.c_int32) for name in ("group_size", "bits", "outliers", "for_linear", "overlap")]
+        + [(name, ctypes.c_int32) for name in ("group_size", "bits", "outliers")]
+        + [("clip", ctypes.c_float)]
+        + [(name, ctypes.c_int32) for name in ("for_linear", "overlap")]
         + [("stream", ctypes.c_void_p)]
     )
 
@@ -211,13 +217,13 @@ class Kernels:
         """bfloat16 x [tokens, in] as the linear's activations; 16 bits: nothing to do."""
         self.call("quantize_rows", Quantize(
             x.data_ptr(), to.data.data_ptr(), to.scales.data_ptr(), *x.shape, to.scales.shape[1], op.group_size,
-            op.bits, 1, overlap, torch.cuda.current_stream().cuda_stream))  # fmt: skip
+            op.bits, 0, 1.0, 1, overlap, torch.cuda.current_stream().cuda_stream))  # fmt: skip
 
     def quantize_plain(self, x: torch.Tensor, group_size: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.full(x.shape, 99, dtype=torch.int8, device="cuda")
         scales = torch.full((x.shape[0], -(-x.shape[1] // group_size)), -1.0, device="cuda")
         self.call("quantize_rows", Quantize(
-            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), *x.shape, 0, group_size, bits, 0, 0,
+            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), *x.shape, 0, group_size, bits, 0, 1.0, 0, 0,
             torch.cuda.current_stream().cuda_stream))  # fmt: skip
         return codes, scales
 

@@ -30,6 +30,8 @@ from . import host, memory, prefill, products, rates, replayed, timeline
 PARTS = {"products": products.lines, "host": host.lines, "timeline": timeline.lines, "rates": rates.lines,
          "replayed": replayed.lines, "prefill": prefill.lines, "memory": memory.lines}  # fmt: skip
 
+PLACES = ("host", "device", "dense")
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.bench_zipper", description=__doc__.splitlines()[0])
@@ -40,6 +42,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of a continuation (%(default)s)")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 512, 2048], help="tokens (%(default)s)")
+    parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, help="of the high part, in rates "
+                        "and replayed; dense: bfloat16 weights (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="small shapes: shows that the program runs")
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)

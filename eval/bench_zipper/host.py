@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -22,8 +23,10 @@ REPEATS = 15
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each linear and batch; microseconds, medians."""
+    """One for each linear and batch, and for each batch their sums: a layer, in the form of ZipperQuant's Table 8.
+    Microseconds, medians."""
     shapes = {"small": (256, 256)} if options.quick else SHAPES
+    layers: dict[int, Counter[str]] = {rows: Counter() for rows in options.batch}
     for name, (out, size) in shapes.items():
         torch.manual_seed(0)
         weight = ZipperWeight.from_dense(torch.randn(out, size, device="cuda"), mode=options.mode, high_part="host")
@@ -34,14 +37,23 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
             steps = _steps(linear, x)
             alone = sum(steps.values())
             gpu = {"low_us": _low(linear, x), "device_us": _device(weight, x), "call_us": _wall(partial(linear, x))}
-            yield {"linear": name, "rows": rows, **steps, "host_us": alone, **gpu,
-                   "hides": alone <= gpu["low_us"]}  # fmt: skip
+            times = {**steps, "host_us": alone, **gpu}
+            layers[rows].update(times)
+            yield _line(name, rows, times)
+    for rows, times in layers.items():
+        yield _line("layer", rows, times)
+
+
+def _line(name: str, rows: int, times: Mapping[str, float]) -> dict:
+    threads, hides = torch.get_num_threads(), times["host_us"] <= times["low_us"]
+    return {"linear": name, "rows": rows, "threads": threads, **times, "hides": hides}
 
 
 def _steps(linear: ZipperLinear, x: torch.Tensor) -> dict[str, float]:
     """What the worker's turn is made of, one after the other."""
     rows, worker = linear.high_on_host(), worker_of(x.device)
-    seen = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    needed = x if rows.columns is None else x.index_select(1, rows.columns)
+    seen = torch.empty(needed.shape, dtype=x.dtype, pin_memory=True).copy_(needed)
     sums = torch.empty(len(x), linear.out_features, pin_memory=True)
     back = torch.empty(len(x), linear.out_features, device=x.device)
 
@@ -49,7 +61,7 @@ def _steps(linear: ZipperLinear, x: torch.Tensor) -> dict[str, float]:
         worker._pool.submit(int).result()
 
     return {
-        "copy_out_us": _wall(lambda: seen.copy_(x, non_blocking=True)),
+        "copy_out_us": _wall(lambda: seen.copy_(needed, non_blocking=True)),
         "wake_us": _wall(wake),
         "cpu_us": _wall(lambda: high_sums(seen, [rows], sums)),
         "copy_back_us": _wall(lambda: back.copy_(sums, non_blocking=True)),

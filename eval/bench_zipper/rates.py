@@ -39,7 +39,7 @@ WAYS = (
 def lines(options: argparse.Namespace) -> Iterator[dict]:
     """One for each way and batch. differing: rows whose tokens are not those of the target alone; round_ms: of one
     draft and check, prompts included."""
-    for high_part in ("host", "device", None):
+    for high_part in (None if place == "dense" else place for place in options.places):
         model = hf_mlspec.prepare(plain(options) if high_part is None else in_two_parts(options, high_part))
         alone: dict[int, torch.Tensor] = {}
         for way in (way for way in WAYS if way.high_part == high_part):

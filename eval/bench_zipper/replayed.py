@@ -41,7 +41,7 @@ WAYS = (
 def lines(options: argparse.Namespace) -> Iterator[dict]:
     """One for each way and batch; decode only, four drafted tokens a round. captured: a round is one graph, which
     that of a host's part is not."""
-    for high_part in ("host", "device", None):
+    for high_part in (None if place == "dense" else place for place in options.places):
         model = plain(options) if high_part is None else in_two_parts(options, high_part)
         if high_part == "host":
             hf_mlspec.prepare(model)  # graphs of drafts outlast the replay in which they are made

@@ -23,7 +23,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
+from eval.bench_zipper.models import CodeTable
 from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
+
+from .calibrated import dense_perplexity
 
 MODES = ("exact", "paper", "clamp")
 BATCH = 4
@@ -42,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=6)
     parser.add_argument("--low-bits", type=int, default=4)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--embedding", action="store_true", help="perplexity, too, with the embedding as such codes")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
@@ -101,7 +105,11 @@ def main(argv: list[str] | None = None) -> int:
         for name, rows in texts.items():
             line[f"perplexity, {name}"] = perplexity(model, rows, batch_size=BATCH)
             line[f"low alone, {name}"] = perplexity(model, rows, "zipper-low", BATCH)
-        results.append(line | acceptance(model, prompts, args))
+        line |= acceptance(model, prompts, args)
+        if args.embedding:
+            model.set_input_embeddings(CodeTable(model.get_input_embeddings(), mode))
+            line |= {f"embedding too, {name}": dense_perplexity(model, rows) for name, rows in texts.items()}
+        results.append(line)
         print(results[-1], file=sys.stderr, flush=True)
     _show(results)
     if args.json:

@@ -134,7 +134,23 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         if "layer" in key and isinstance(value, list) and len(value) == total:
             setattr(config, key, value[:num_layers])
     config.num_hidden_layers = num_layers
+    _cut_inputs_of_layers(view, num_layers / total)
     return view
+
+
+def _cut_inputs_of_layers(view: PreTrainedModel, share_of_layers: float) -> None:
+    """Where a table holds inputs of all layers side by side (Gemma 3n, Gemma 4): those of the first ones, as views."""
+    for name, module in view.named_modules():
+        cut = {"embed_tokens_per_layer": (1, "embedding_dim"), "per_layer_model_projection": (0, "out_features")}
+        axis, size = cut.get(name.rpartition(".")[2], (0, None))
+        if size is None:
+            continue
+        weight = module._parameters.get("weight")
+        if weight is None:
+            raise ValueError(f"early_exit: {name} is a {type(module).__name__}, of which no part can be shared")
+        width = round(weight.shape[axis] * share_of_layers)
+        module.weight = nn.Parameter(weight.detach().narrow(axis, 0, width), requires_grad=False)
+        setattr(module, size, width)
 
 
 def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> int:

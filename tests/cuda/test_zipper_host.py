@@ -87,6 +87,22 @@ def test_a_worker_that_fails_is_the_error_of_the_call(monkeypatch):
     assert torch.equal(module(x), before)
 
 
+def test_an_error_of_the_device_in_flight_is_the_error_of_the_call(monkeypatch):
+    """What CUDA reports where the worker waits for x: nothing is added, and the next call has its room again."""
+    module, x = layer(), torch.randn(3, 1152, device=DEVICE)
+    before = module(x)
+
+    def lost(event):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.Event, "synchronize", lost)
+            with pytest.raises(RuntimeError, match="CUDA error: unspecified launch failure"):
+                module(x)
+        assert torch.equal(module(x), before)
+
+
 def test_a_worker_that_fails_in_a_chain_gives_no_token(monkeypatch):
     model = hf_mlspec.prepare(host_model(), engine="cuda")
     inputs = {name: value.cuda() for name, value in prompts([5, 9]).items()}

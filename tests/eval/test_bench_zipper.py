@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import pytest
 import torch
 
-from eval.bench_zipper import models
+from eval.bench_zipper import memory, models
 from eval.bench_zipper.__main__ import main, parse
 from eval.targets import random_model
+from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.nn.zipper import ZipperLinear
 
 
@@ -23,6 +25,7 @@ def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--part", "nothing"])
     assert "products" in capsys.readouterr().err
+    assert parse(["--quick"]).places == ["host", "device", "dense"]
     assert parse(["--quick"]).part == ["products", "host", "timeline", "rates", "replayed", "prefill", "memory"]
 
 
@@ -30,8 +33,32 @@ def test_unknown_parts_are_refused(capsys):
 def test_models_have_the_part_of_the_host_that_is_asked_for(monkeypatch, head):
     options = argparse.Namespace(model=None, quick=True, layers=2, mode="paper")
     monkeypatch.setattr(models, "random_model", lambda shape, device, seed, **sizes: random_model(shape, "cpu", seed))
-    model = models.in_two_parts(options, "host", head)
+    model = models.in_two_parts(options, "host", head, embedding=head)
+    assert isinstance(model.get_input_embeddings(), models.CodeTable) == head
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     layers = [module for module in model.modules() if isinstance(module, ZipperLinear)]
     assert len(layers) == 2 * 7 + head
     assert {layer.high_part for layer in layers} == {"host"}
     assert {layer.how.mode for layer in layers} == {"paper"}
+
+
+@pytest.mark.parametrize("mode", ["exact", "paper", "clamp"])
+def test_a_table_of_codes_looks_up_the_rows_of_its_weight(mode):
+    table = torch.nn.Embedding(40, 64, dtype=torch.bfloat16)
+    ids = torch.tensor([[3, 39], [0, 3]])
+    codes = models.CodeTable(table, mode)
+    whole = ZipperWeight.from_dense(table.weight.detach(), mode=mode).dequantize(torch.bfloat16)
+    assert torch.equal(codes(ids), whole[ids])
+    assert len(codes.planes[0]) == (5 if mode == "paper" else 6)
+
+
+def test_memory_is_that_of_all_layers(monkeypatch):
+    options = argparse.Namespace(model=None, quick=True, layers=2, mode="paper")
+    monkeypatch.setattr(models, "random_model", lambda shape, device, seed, **sizes: random_model(shape, "cpu", seed))
+    plainer, head, embedding = itertools.islice(memory.lines(options), 3)
+    assert [(line["head"], line["embedding"]) for line in (plainer, head, embedding)] == [
+        (False, False), (True, False), (True, True)]  # fmt: skip
+    assert embedding["packed_mib"] == head["packed_mib"] > plainer["packed_mib"]
+    assert embedding["whole_mib"] < head["whole_mib"]
+    assert embedding["whole_times_smaller"] > head["whole_times_smaller"]
+    assert memory._with_layers(100, 20, 2, 32) == 400

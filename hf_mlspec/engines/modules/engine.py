@@ -26,6 +26,7 @@ from ..engine import Capabilities, Guess, Rows
 from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
 from .attention import Plan, TreePlan, planned
 from .cache import RaggedCache
+from .states import of_layers
 from .tapping import tapping
 
 # Embedding -> rotary -> layers -> norm -> head, nothing else in between, in transformers 5.17 to 5.23.
@@ -85,11 +86,13 @@ class ModuleEngine(CachedRows):
     def bytes_per_token(self) -> int:
         """Of keys and values in all layers, on one device; 0 where the config does not say, and under autocast."""
         config = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None)
-        if not isinstance(heads, int) or is_spread(self.model) or torch.is_autocast_enabled(self.model.device.type):
+        heads = of_layers(config, "num_key_value_heads")
+        told = all(isinstance(own, int) for own in heads)
+        if not told or is_spread(self.model) or torch.is_autocast_enabled(self.model.device.type):
             return 0
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_hidden_layers * 2 * heads * row_bytes(head_dim, self.dtype, self.cache_format)
+        sizes = [size or config.hidden_size // config.num_attention_heads for size in of_layers(config, "head_dim")]
+        rows = zip(heads, sizes, strict=True)
+        return sum(2 * own * row_bytes(size, self.dtype, self.cache_format) for own, size in rows)
 
     @property
     def bits(self) -> Bits:
