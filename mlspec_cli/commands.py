@@ -295,7 +295,9 @@ def _add_route(commands: Any) -> None:
     for name, kind, told in (("query-tokens", positive, "first tokens that the router sees (default 64)"),
                              ("steps", positive, "steps of training (default 200)"),
                              ("batch", positive, "queries a step (default 8)"),
-                             ("learning-rate", float, "of Adam (default 0.02)"), ("seed", seed, "default 0")):
+                             ("learning-rate", float, "of Adam (default 0.02)"), ("seed", seed, "default 0"),
+                             ("hard-share", float, "of the steps, the last ones, that train on what is chosen instead "
+                                                   "of mixtures (default 0)")):
         train.add_argument(f"--{name}", type=kind, metavar="N", help=told)
     train.add_argument("--every", metavar="prompt|step",
                        help="a choice for each prompt (default), or one more for each token behind it")
@@ -316,6 +318,8 @@ def _add_eval(commands: Any) -> None:
                                  add_help=False, allow_abbrev=False)
     parser.passes_on = True  # to lm-eval's own parser, --help too: it is asked for when the command runs
     parser.add_argument("--data", metavar="FOLDER", help="where the data of the mlspec_... tasks lie")
+    parser.add_argument("--workers", type=positive, metavar="N", help="processes that share the documents, by Ray")
+    parser.add_argument("--ray", metavar="ADDRESS", type=text, help="of a Ray cluster, or auto")
 
 
 def _add_info(commands: Any) -> None:

@@ -3,7 +3,8 @@
 Rank 0 prints one JSON object: by chain, the ids of all ranks. With `die` rank 1 ends on its way and says when; with
 `odd` the errors of all ranks are told: of a model of other weights on rank 1, of such a draft, and of one with one
 key head; with `parts-and-fails` mixtures and nested models are shared, and rank 1 fails in the middle of calls. On
-GPUs, in bfloat16, with `gpus` and `gpus-die`: rank 0 then says how long it waited.
+GPUs, in bfloat16, with `gpus`, `gpus-parts` (the same mixtures and nested models) and `gpus-die`: rank 0 then says
+when it was left alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ import json
 import os
 import sys
 import time
+import traceback
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.distributed import DistributedConfig
 
 import hf_mlspec
@@ -26,6 +35,7 @@ from hf_mlspec.nn.agreement import Exchange
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None,
          "pad_token_id": 0}  # fmt: skip
+SHARES_QWEN2 = "layers.*.mlp.experts" in Qwen2MoeConfig.base_model_tp_plan  # not in transformers 5.17
 PROMPTS = [[5, 17, 40, 3], [9, 9, 2, 61, 30, 11, 7], [100, 4]]
 
 
@@ -68,6 +78,9 @@ def error_of(call) -> str:
 def mixture_config(name: str):
     if name == "mixtral":
         return MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2)
+    if name == "qwen2_moe":
+        return Qwen2MoeConfig(**SIZES, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
+                              num_experts_per_tok=2, shared_expert_intermediate_size=128, mlp_only_layers=[1])
     return Qwen3MoeConfig(**SIZES, head_dim=16, intermediate_size=128, moe_intermediate_size=64, num_experts=4,
                           num_experts_per_tok=2, mlp_only_layers=[1])
 
@@ -80,20 +93,22 @@ def shared_model(config, shared: DistributedConfig, dtype: torch.dtype = torch.f
                                        distributed_config=shared).eval()  # fmt: skip
 
 
-def parts(shared: DistributedConfig) -> dict:
-    """What all ranks write with mixtures, and with a dense model and a mixture that are nested."""
+def parts(shared: DistributedConfig, dtype: torch.dtype = torch.float32) -> dict:
+    """What all ranks write with mixtures, and with a dense model and a mixture that are nested. dtype: of mixtures;
+    float32: also what transformers' own modules write, and what a GPU replays."""
     told = {}
-    for name in ("mixtral", "qwen3_moe"):
+    for name in ("mixtral", "qwen3_moe", *(["qwen2_moe"] if SHARES_QWEN2 else [])):
         config = mixture_config(name)
-        model = shared_model(config, shared)
+        model = shared_model(config, shared, dtype)
         found = {"engine": of_all(engine_of(model).name), "alone": of_all(written(model, []))}
-        found["stock"] = of_all(written(model, None))
         found["cast"] = of_all(written(model, ["mxfp4"]))
         found["together"] = of_all(together(model, ["mxfp4"]))
         found["packed experts"] = of_all(sum(type(one).__name__ == "PackedExperts"
                                              for one in hf_mlspec.direct_cast(model).modules()))  # fmt: skip
-        hf_mlspec.prepare(model, engine="cuda")
-        found["device"] = of_all(written(model, ["mxfp4"]))
+        if dtype == torch.float32:
+            found["stock"] = of_all(written(model, None))
+            hf_mlspec.prepare(model, engine="cuda")
+            found["device"] = of_all(written(model, ["mxfp4"]))
         told[name] = found
     dense = LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=False)
     for name, config in (("nested", dense), ("nested mixture", mixture_config("mixtral"))):
@@ -108,13 +123,41 @@ def parts(shared: DistributedConfig) -> dict:
         found["drafted"] = of_all(hf_mlspec.last_stats(model).levels[0].drafted)
         found["together"] = of_all(together(model, ["nested"]))
         told[name] = found
+    return told
+
+
+def require_parts(found: dict, engine: str) -> None:
+    """What `parts` found is right, by this engine."""
+    assert ("qwen2_moe" in found) == SHARES_QWEN2
+    mixtures = [name for name in ("mixtral", "qwen2_moe", "qwen3_moe") if name in found]
+    for name in mixtures:
+        own = found[name]
+        assert own["engine"] == [engine, engine]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("stock", "cast", "together", "device"):
+            assert own.get(chain, own["alone"]) == own["alone"], (name, chain)
+    assert found["mixtral"]["packed experts"] == [2, 2]
+    for name in mixtures[1:]:
+        assert found[name]["packed experts"] == [1, 1]  # the other layer has an MLP
+    for name, kinds in (("nested", ["NestedLinear"]), ("nested mixture", ["NestedExperts", "NestedLinear"])):
+        own = found[name]
+        assert own["engine"] == [engine, engine]
+        assert own["kinds"] == [kinds, kinds]
+        assert own["alone"][0] == own["alone"][1]
+        for chain in ("exact", "nested", "nested+mxfp4", "mxfp4", "together"):
+            assert own[chain] == own["alone"], (name, chain)
+        assert own["drafted"][0] == own["drafted"][1] > 0
+
+
+def nan_on_one(shared: DistributedConfig) -> dict:
+    """What all ranks raise for a weight that cannot be nested on one of them, and whether the model is as before."""
+    dense = LlamaConfig(**SIZES, intermediate_size=128, tie_word_embeddings=False)
     broken = shared_model(dense, shared, torch.bfloat16)
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight.to_local()[3, 5] = float("nan") if dist.get_rank() else 1.0
     before = [type(one).__name__ for one in broken.modules()]
-    told["nan on one"] = of_all(error_of(lambda: hf_mlspec.nest(broken)))
-    told["as before"] = of_all(before == [type(one).__name__ for one in broken.modules()])
-    return told
+    error = of_all(error_of(lambda: hf_mlspec.nest(broken)))
+    return {"nan on one": error, "as before": of_all(before == [type(one).__name__ for one in broken.modules()])}
 
 
 class Failing:
@@ -188,38 +231,43 @@ def odd(path: str, draft: str, shared: DistributedConfig) -> dict:
             "heads": of_all(error_of(lambda: written(single, [])))}
 
 
-def on_gpus(path: str, draft: str, dies: bool) -> dict:
-    """What all ranks write, alone, in a batch and with levels; with `dies`, the error of rank 0 when 1 is gone."""
+def on_gpus(path: str, draft: str, word: str) -> dict:
+    """What all ranks write, alone, in a batch and with levels; with `gpus-parts`, `parts`. With `gpus-die` rank 1
+    ends, and rank 0, which says when, is left alone."""
     device = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    if word == "gpus-parts":
+        return parts(shared, torch.bfloat16)
     model = load(path, torch.bfloat16, distributed_config=shared)
     engine = engine_of(model)
     told = {"engine": engine.name, "by": type(engine.decoder.ranks).__name__, "alone": of_all(written(model, []))}
     told["batches"] = of_all(together(model, []))
     told["chains"] = [of_all(written(model, levels)) for levels in (["mxfp4"], [draft], ["mxfp4", draft])]
-    if dies and dist.get_rank() == 1:
-        os._exit(9)
-    if dies:
-        began = time.time()
+    if word == "gpus-die":
+        if dist.get_rank() == 1:
+            os._exit(9)
+        print(json.dumps({"left alone": time.time()}), flush=True)
         try:
             written(model, [])
-        except Exception as error:  # of the device
-            told = {"waited": time.time() - began, "error": str(error)}
+        except Exception:  # of the device: nothing that was on it can be taken down
+            traceback.print_exc()
+            os._exit(1)
     return told
 
 
 def main(path: str, draft: str, word: str) -> None:
     if word.startswith("gpus"):
-        told = on_gpus(path, draft, word == "gpus-die")
+        told = on_gpus(path, draft, word)
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         os._exit(0)  # a device error leaves nothing to be taken down
     dist.init_process_group("gloo")
     shared = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
     if word in ("odd", "parts-and-fails"):
-        told = odd(path, draft, shared) if word == "odd" else {"parts": parts(shared), "fails": fails(path, shared)}
+        told = odd(path, draft, shared) if word == "odd" else {
+            "parts": parts(shared), **nan_on_one(shared), "fails": fails(path, shared)}  # fmt: skip
         if dist.get_rank() == 0:
             print(json.dumps(told), flush=True)
         return
@@ -231,7 +279,8 @@ def main(path: str, draft: str, word: str) -> None:
             os._exit(9)
         written(model, ["mxfp4"])
     told["stock"] = of_all(written(model, None))
-    chains = {"cast": ["mxfp4"], "draft": [draft], "both": ["mxfp4", draft], "exit": ["early_exit:1"]}
+    chains = {"cast": ["mxfp4"], "draft": [draft], "both": ["mxfp4", draft], "exit": ["early_exit:1"],
+              "int3": ["int3"]}
     for name, levels in chains.items():
         told[name] = of_all(written(model, levels))
     told["together"] = [of_all(together(model, levels)) for levels in ([], ["mxfp4", draft])]

@@ -23,6 +23,7 @@ from hf_mlspec.engines.architecture import KNOWN
 from hf_mlspec.engines.architecture.families.wrappers import WRAPPERS
 from hf_mlspec.integration.compare import Comparison
 from hf_mlspec.integration.levels.load import load_causal_lm
+from hf_mlspec.integration.stream import shown
 from hf_mlspec.speculation.stats import PlanStats, SpeculationStats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,12 +210,14 @@ def test_no_page_recommends_the_slow_way_to_start():
     assert [page.name for page in pages if "python -m hf_mlspec" in page.read_text(encoding="utf-8")] == []
 
 
-ORANGE = "48;5;166"  # behind the tokens of the first level
+PINK = "48;5;201"  # behind the tokens of the first level
 
 
 def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    # A colour of this test's own: rich keeps how it drew a style first, whatever terminal comes next.
+    monkeypatch.setattr(shown, "_STYLES", ("", "on color(201)"))
     model, tokenizer = load_causal_lm(str(saved_model))
     console = Console(force_terminal=True, color_system="256", width=100, height=30, file=io.StringIO())
     table = LiveTable(console, tokenizer, model)
@@ -227,7 +230,7 @@ def test_a_live_table_shows_text_and_counts_while_it_grows(saved_model, monkeypa
     assert drafted[-1] == found.speculation.levels[0].drafted == table.finished.levels[0].drafted
     assert table.palette.levels == ["the target", "mxfp4"]
     accepted = found.speculation.levels[0].accepted
-    assert accepted == 0 or ORANGE in console.file.getvalue()
+    assert accepted == 0 or PINK in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(False, "  a: x 1, y 2"), (True, "─")])
@@ -268,3 +271,46 @@ def test_a_prompt_that_nothing_follows_is_shown(capsys, saved_model):
     stream.put(torch.tensor([tokenizer.eos_token_id]))
     stream.end()
     assert capsys.readouterr().out.strip() == "def"
+
+
+class Counting:
+    """A tokenizer whose tokens are the bytes of a text; it counts those that it decodes."""
+
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, ids, skip_special_tokens):
+        self.decoded += len(ids)
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("words", ["one word after another, ", "a line\n", "für die Länge, "])
+def test_a_long_text_is_decoded_and_drawn_piece_by_piece(words, monkeypatch):
+    monkeypatch.setattr("hf_mlspec.cli.stream.last_stats", lambda model: None)
+    written = words * 60
+    tokens = written.encode()
+    tokenizer, console = Counting(), Console(force_terminal=True, width=30, height=12, file=io.StringIO())
+    table = LiveTable(console, tokenizer, None)
+    table.put(torch.tensor([list(tokens[:6])]))
+    for at in range(6, len(tokens), 5):
+        table.put_levels(["mxfp4", None])
+        table.put(torch.tensor(list(tokens[at : at + 5])))
+        whole, page = table._styled(), table._styled(table._page(5))
+        assert whole.plain == table.text
+        assert whole.plain.endswith(page.plain)
+        assert len(page) <= 2 * 5 * 30
+        if "\n" in words:
+            shown_lines, all_lines = ([line.plain for line in one.wrap(console, 30)] for one in (page, whole))
+            assert shown_lines[-5:] == all_lines[-5:]
+    assert table.text == written
+    assert tokenizer.decoded < 10 * len(tokens)
+    table.end()
+    assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()).count(written) == 1
+
+
+def test_half_a_character_at_the_end_is_shown_as_what_it_is(capsys):
+    stream = TextStream(Console(), Counting())
+    for ids in (b"ab", b"c", "ä".encode()[:1]):
+        stream.put(torch.tensor(list(ids)))
+    stream.end()
+    assert capsys.readouterr().out == "abc\ufffd\n\n"

@@ -11,7 +11,7 @@ import torch
 def step_ratio(base, model, batch: int, repeats: int) -> dict[str, float]:
     """Medians of tokens decoded one by one, by the base and with the adapter, in turn."""
     ids = torch.randint(5, 90, (batch, 8)).to(model.device)
-    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "assistant_models": []}
+    options = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False, "assistant_models": []}
     seconds: dict[str, list[float]] = {"base": [], "adapter": []}
     for turn in range(repeats + 1):
         for name, one in (("base", base), ("adapter", model)):

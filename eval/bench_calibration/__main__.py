@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,6 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of the CPU (default: torch's own)")
+    parser.add_argument("--work-folder", action="store_true",
+                        help="with one, as `mlspec quantize`: on a CPU hidden states wait in a file of it")
     parser.add_argument("--cold", action="store_true", help="calibrate nothing before")
     parser.add_argument("--quick", action="store_true", help="two samples of 64 tokens, one method if none is named")
     parser.add_argument("--json", type=Path, help="file for the results, too")
@@ -90,8 +93,10 @@ def run(args: argparse.Namespace, given: tuple[Make, Any, Any], method: str, blo
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         busy = time.process_time()
-        done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer, samples=args.samples,
-                                  tokens=args.tokens)  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            done = hf_mlspec.quantize(model, method, calibration=calibration, tokenizer=tokenizer,
+                                      samples=args.samples, tokens=args.tokens,
+                                      work_folder=Path(folder) / "blocks" if args.work_folder else None)  # fmt: skip
         busy = time.process_time() - busy
     grown = None if memory.peak is None else memory.peak - memory.before
     peak = done.peak_bytes if on_gpu else grown

@@ -6,7 +6,8 @@
 Contenders take turns on the same prompts, one row each, each time beginning with another one. On a GPU, where graphs
 of two chains are kept, the target alone takes turns with one contender at a time. Exit status 1: ids differ.
 
---choosing tells instead how much of the time of a call went to choosing plans and to telling the controller of rounds.
+--choosing tells instead how much of the time of all calls went to choosing plans and to telling the controller of
+rounds: most calls begin with what an earlier one chose, and choose nothing.
 On a GPU both happen while the device is at a round: there the goal is for what a choice takes beyond that round.
 """
 
@@ -127,23 +128,22 @@ def timed(names: tuple[str, ...], spent: dict[str, float]) -> Iterator[None]:
 
 def choosing(model: PreTrainedModel, prompts: list[torch.Tensor], contenders: dict[str, list[Any]], rows: int,
              tokens: int, repeats: int) -> Table:  # fmt: skip
-    """What choosing takes of the rounds of calls of so many rows, behind those from which they learn."""
+    """What choosing takes of the rounds of calls of so many rows, all together, behind those from which they learn."""
     on_device = model.device.type == "cuda"
     out = Table("rows", "new tokens", "levels", "choosing %", "beyond a round %", "telling %", "goal")
     told = ("observe", "observe_off", "observe_inner")
     for name, levels in contenders.items():
-        shares: dict[str, list[float]] = {"choose": [], "waited": [], "tell": []}
+        taken, seconds = dict.fromkeys(("choose", *told, "waited"), 0.0), 0.0
         for turn in range(-_TO_LEARN, repeats):
             spent: dict[str, float] = dict.fromkeys(("choose", *told, "waited"), 0.0)
             ids = prompts[turn % len(prompts)].repeat(rows, 1)
             with timed(("choose", *told), spent):
                 call(model, ids, levels, tokens, perf_counter)
             if turn >= 0:
-                seconds = hf_mlspec.last_stats(model).seconds
-                for one in ("choose", "waited"):
-                    shares[one].append(spent[one] / seconds)
-                shares["tell"].append(sum(spent[one] for one in told) / seconds)
-        chosen, waited, telling = (100 * median(shares[one]) for one in ("choose", "waited", "tell"))
+                seconds += hf_mlspec.last_stats(model).seconds
+                taken = {one: before + spent[one] for one, before in taken.items()}
+        telling = sum(taken[one] for one in told)
+        chosen, waited, telling = (100 * one / seconds for one in (taken["choose"], taken["waited"], telling))
         met = (waited if on_device else chosen + telling) <= 1
         out.add_row(str(rows), str(tokens), name, *(f"{share:.2f}" for share in (chosen, waited, telling)),
                     "met" if met else "missed")  # fmt: skip

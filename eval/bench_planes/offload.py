@@ -20,9 +20,9 @@ _TOKENS = 8
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """The model in BF16, and in the same planes."""
+    """The model in the same planes, and in BF16."""
     shape = "tiny-2x512" if options.quick else options.shape
-    for name, make in (("bf16", random_model), ("planes", random_planes_model)):
+    for name, make in (("planes", random_planes_model), ("bf16", random_model)):
         model = make(shape, str(options.device))
         budget = sum(p.nbytes for p in model.parameters()) // 2 if options.quick else bytes_of(options.budget)
         try:

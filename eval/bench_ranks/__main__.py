@@ -4,11 +4,13 @@
     torchrun --nproc-per-node 2 -m eval.bench_ranks --model FOLDER --level mxfp4 --level DRAFT --prompts FILE
     torchrun --nproc-per-node 2 -m eval.bench_ranks --shape llama-3-8b --trace FILE --level mxfp4 --level tiny-2x512
     python -m eval.bench_ranks --shape llama-3-8b --trace FILE                              # one process, to compare
+    python -m eval.bench_ranks --shape llama-3-8b --trace FILE --part 2 --steps 1x1,8x4     # what each of two holds
 
 --model: every chain of the levels (each alone, all together) writes the prompts, and so does the target alone, in
 batches of 1 and of --batch. Compared are ids of all processes, of chains and the target alone, of batches. --shape:
 random weights; the target alone, a token a pass, and the chain replay a trace in captured rounds of --captured tokens;
---split: once more with nothing added up, which shows what that takes. One JSON object a line, from the first process.
+--split: once more with nothing added up, which shows what that takes; --part N: in one process, what each of N would
+hold; --steps: single steps of the target and of its MXFP4 cast, too. One JSON object a line, from the first process.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ from eval.gpu_timing import capture, time_each
 from eval.plans.options import counts
 from eval.rows import padded
 from eval.targets import OF_CHAINS, kind_and_config, random_model
-from hf_mlspec.engines.choose import engine_of
+from hf_mlspec.engines.choose import built_decoder, engine_of
 from hf_mlspec.engines.cuda.ranks import exchange_of
 from hf_mlspec.engines.ranks import Ranks
 from hf_mlspec.evaluation import read_prompts, read_trace, replay_captured, reschedule
 
 _WIDTHS = 4096  # of what is added up alone, as in the 8B shape
 _LAYERS = 32
+_CACHED = 256  # tokens behind which single steps are timed
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -47,6 +50,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="a folder: do all write the same?")
     parser.add_argument("--shape", choices=sorted(OF_CHAINS), help="random BF16 weights: how fast?")
     parser.add_argument("--layers", type=int, help="of the shape, fewer or more than it has")
+    parser.add_argument("--part", type=int, default=1, help="of the shape, what each of so many processes holds")
+    parser.add_argument("--steps", type=steps, default=[], help="of the shape: rows x tokens of each, 1x1,8x4")
     parser.add_argument("--trace", type=Path, help="what chains of a shape replay")
     parser.add_argument("--level", action="append", default=[], help="a word, a folder or a shape")
     parser.add_argument("--prompts", type=Path, help="of --model")
@@ -61,7 +66,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("nothing to do: --sums, --model or --shape")
     if (args.model and not args.prompts) or (args.shape and not args.trace):
         parser.error("--model takes --prompts, --shape takes --trace")
+    if args.part < 1 or (args.part > 1 and "RANK" in os.environ):
+        parser.error("--part is 1 or more, and for one process: leave torchrun out")
     return args
+
+
+def steps(text: str) -> list[tuple[int, int]]:
+    """An argparse type: `1x1,8x4` -> rows and tokens of each."""
+    found = [tuple(counts(part.replace("x", ","))) for part in text.split(",")]
+    if any(len(one) != 2 for one in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of rows and tokens such as 1x1,8x4")
+    return found
 
 
 def begin(args: argparse.Namespace) -> tuple[int, int]:
@@ -95,6 +110,7 @@ def shared() -> dict[str, Any]:
 def of_shape(args: argparse.Namespace) -> PreTrainedModel:
     """Random weights of a shape, one tensor for all that have its sizes, so that no process holds the whole."""
     sizes = {} if args.layers is None else {"num_hidden_layers": args.layers}
+    sizes |= part_of(args.shape, args.part) if args.part > 1 else {}
     if not shared():
         return random_model(args.shape, args.device, 0, **sizes)
     kind, config = kind_and_config(args.shape, **sizes)
@@ -105,6 +121,18 @@ def of_shape(args: argparse.Namespace) -> PreTrainedModel:
             .cpu() for shape in sorted(set(shapes.values()))}  # fmt: skip
     state = {name: made[shape] for name, shape in shapes.items()}
     return kind.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16, **shared()).eval()
+
+
+def part_of(shape: str, count: int) -> dict[str, int]:
+    """The sizes of what each of `count` processes holds of a dense shape. ValueError where it does not divide them."""
+    config = kind_and_config(shape)[1]
+    names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+    whole = {name: getattr(config, name) for name in names}
+    for name, size in whole.items():
+        if size % count:
+            raise ValueError(f"{shape} has {name} {size}, which --part {count} does not divide")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**{name: size // count for name, size in whole.items()}, "head_dim": head_dim}
 
 
 def sums(args: argparse.Namespace) -> None:
@@ -157,7 +185,7 @@ def speeds(args: argparse.Namespace, size: int) -> None:
     model = of_shape(args)
     if args.device == "cpu":
         hf_mlspec.prepare(model, engine="cuda")  # what a GPU replays, there op by op
-    say(kind="built", shape=args.shape, layers=model.config.num_hidden_layers, processes=size,
+    say(kind="built", shape=args.shape, layers=model.config.num_hidden_layers, processes=size, part=args.part,
         engine=engine_of(model).name, seconds=round(time.time() - started, 1))
     levels = [random_model(word, args.device, 1 + at) if word in OF_CHAINS else word
               for at, word in enumerate(args.level)]
@@ -165,16 +193,41 @@ def speeds(args: argparse.Namespace, size: int) -> None:
     trace = whole.of_rows(list(range(min(args.count or len(whole.rows), len(whole.rows)))))
     chained = reschedule(trace, args.captured)
     ways = {"alone": (trace.alone(), []), "chain": (chained, levels)} if levels else {"alone": (trace.alone(), [])}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     for batch in args.batch:
         rows = list(range(batch))
         for name, (own, below) in ways.items():
             line = {"kind": "speed", "contender": name, "levels": args.level if below else [], "processes": size,
-                    "batch": batch, "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu"}
+                    "part": args.part, "batch": batch, "device": device}
             line |= _speed(model, own, below, batch, rows)
             if size > 1 and args.split:
                 with adding_nothing(model):
                     line["nothing_added_up_ms"] = _speed(model, own, below, batch, rows)["ms_a_pass"]
             say(**line)
+    single_steps(args, model, size)
+
+
+def single_steps(args: argparse.Namespace, model: PreTrainedModel, size: int) -> None:
+    """Of the target and of its cast, by rows and tokens of each."""
+    models = {"bf16": model, "mxfp4": hf_mlspec.direct_cast(model)} if args.steps else {}
+    for rows, tokens in args.steps:
+        for word, own in models.items():
+            say(kind="step", of=word, part=args.part, processes=size, rows=rows, tokens=tokens,
+                ms=step_milliseconds(own, rows, tokens))
+
+
+def step_milliseconds(model: PreTrainedModel, rows: int, tokens: int) -> float:
+    """Of a step of so many rows and tokens of each behind _CACHED others, as one graph."""
+    decoder = built_decoder(model, "cuda")
+    device, sizes = decoder.device, decoder.sizes
+    kv = torch.zeros(decoder.num_layers, 2, rows, sizes.kv_heads, 2 * _CACHED, sizes.head_dim, dtype=decoder.dtype,
+                     device=device)  # fmt: skip
+    ids = torch.zeros(rows, tokens, dtype=torch.int32, device=device)
+    starts, ends = (torch.full((rows,), count, dtype=torch.int32, device=device) for count in (_CACHED, tokens))
+    decoder.reserve_positions(2 * _CACHED)
+    with torch.inference_mode():
+        work = capture(lambda: decoder.forward(ids, starts, ends, kv), device)
+        return round(1e3 * time_each(work, device, 10).median, 4)
 
 
 def _speed(model: PreTrainedModel, trace: Any, levels: list, batch: int, rows: list[int]) -> dict[str, float]:

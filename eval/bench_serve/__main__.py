@@ -5,7 +5,9 @@
 
 Clients ask for one greedy completion after another, each for its own number of tokens (log-uniform). Contenders:
 generate_stream without HTTP, `mlspec serve` with the same levels and with none, and `transformers serve
---continuous-batching`. The first run of each warms it up; medians over the others. Texts are compared.
+--continuous-batching`, also with this package's streams behind it. Contenders take turns, so that each run has one of
+every other next to it. The first turn warms them up; medians over the others, also of what a contender's run is of the
+first contender's in the same turn. Texts are compared.
 
     python -m eval.bench_serve --soak 600 --clients 64      # minutes of answers, each compared with generate alone
     python -m eval.bench_serve --soak 600 --clients 64 --only "transformers serve"      # the same load
@@ -17,6 +19,8 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,20 @@ from eval.records import machine
 from hf_mlspec.evaluation import check_words, levels_of_options, read_prompts
 
 from .clients import Seen, Work
-from .contenders import free_port, our_server, served, serving, stream_alone, their_server
+from .contenders import (
+    Ask,
+    free_port,
+    our_server,
+    served,
+    serving,
+    stream_alone,
+    their_server,
+    their_server_with_levels,
+)
 from .soak import answers_alone, soak
 
-CONTENDERS = "stream", "mlspec serve", "stream, target alone", "mlspec serve, target alone", "transformers serve"
+CONTENDERS = ("stream", "mlspec serve", "stream, target alone", "mlspec serve, target alone", "transformers serve",
+              "transformers serve with levels")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -72,41 +86,56 @@ def work_of(args: argparse.Namespace, demo: Any) -> Work:
     return [(prompts[number % len(prompts)], limit) for number, limit in enumerate(limits(args))]
 
 
-def run(contender: str, folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> list[Seen]:
-    """What the clients of a contender saw, run by run."""
-    levels = [] if "alone" in contender else levels
-    if contender.startswith("stream"):
-        return stream_alone(folder, levels, work, args.clients, args.threads, args.repeats, args.server_cpus)
+def contender_of(
+    name: str, folder: str, levels: list[str], work: Work, args: argparse.Namespace
+) -> AbstractContextManager[Ask]:
+    """Somebody who answers all requests as often as asked."""
+    levels = [] if "alone" in name else levels
+    if name.startswith("stream"):
+        return stream_alone(folder, levels, work, args.clients, args.threads, args.server_cpus)
     port = free_port()
-    words = command(contender, folder, levels, port, args)
-    cpus = args.server_cpus, args.http_cpus
-    return served(words, port, folder, work, args.clients, args.threads, args.repeats, *cpus)
+    words = command(name, folder, levels, port, args)
+    return served(words, port, folder, work, args.clients, args.threads, args.server_cpus, args.http_cpus)
+
+
+def in_turns(names: Sequence[str], folder: str, levels: list[str], work: Work,
+             args: argparse.Namespace) -> dict[str, list[Seen]]:
+    """What clients saw of each contender, run by run, all of which are there at a time."""
+    with ExitStack() as all_of_them:
+        asks = {name: all_of_them.enter_context(contender_of(name, folder, levels, work, args)) for name in names}
+        turns = [{name: ask() for name, ask in asks.items()} for _ in range(args.repeats + 1)][1:]
+    return {name: [turn[name] for turn in turns] for name in names}
 
 
 def command(contender: str, folder: str, levels: list[str], port: int, args: argparse.Namespace) -> list[str]:
     """Of a server."""
     if contender.startswith("mlspec"):
         return our_server(folder, levels, args.clients, port)
+    if contender.endswith("levels"):
+        return their_server_with_levels(folder, levels, args.clients, port)
     return their_server(folder, port, args.their_python)
 
 
-def soaked(contender: str, folder: str, levels: list[str], work: Work, expected: list[str],
-           args: argparse.Namespace) -> dict[str, Any]:
-    """What came of asking a server for minutes. expected: texts of the work."""
+def soaked(contender: str, folder: str, levels: list[str], work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """What came of asking a server for minutes."""
     levels, port = [] if "alone" in contender else levels, free_port()
     words, cpus = command(contender, folder, levels, port, args), (args.server_cpus, args.http_cpus)
     with serving(words, port, args.threads, *cpus) as pid:
-        found = soak(pid, port, folder, work, expected, args.clients, args.soak)
+        expected = answers_alone(folder, work, args.threads)  # while the server begins
+        found = soak(pid(), port, folder, work, expected, args.clients, args.soak)
     return {"contender": f"{contender}, soak", "clients": args.clients, "threads": args.threads, **found.figures()}
 
 
-def entry(contender: str, runs: list[Seen], texts: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of a contender's runs, and how many of its texts are those of the first contender."""
-    each = [one.figures() for one in runs]
+def entry(contender: str, runs: list[Seen], first: list[Seen], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of a contender's runs, and of the tokens per second over those of the first contender's run in the same
+    turn; how many of its texts are those of the first contender."""
+    each, theirs = ([one.figures() for one in line] for line in (runs, first))
     found = {name: statistics.median(line[name] for line in each) for name in each[0]}
-    alike = sum(a == b for a, b in zip(texts, runs[-1].texts, strict=True))
+    speeds = [line["tokens_per_s"] for line in each]
+    ratios = [speed / line["tokens_per_s"] for speed, line in zip(speeds, theirs, strict=True)]
+    alike = sum(a == b for a, b in zip(first[-1].texts, runs[-1].texts, strict=True))
     return {"contender": contender, "clients": args.clients, "requests": args.requests, "threads": args.threads,
-            **found, "texts_alike": alike}
+            **found, "of_first": statistics.median(ratios), "of_first_each": ratios, "texts_alike": alike}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,24 +144,19 @@ def main(argv: list[str] | None = None) -> int:
     check_words(levels)
     folder, work, entries = args.model or str(demo[0]), work_of(args, demo), []
     if args.soak:
-        expected = answers_alone(folder, work, args.threads)
         for contender in args.only or ["mlspec serve"]:
-            entries.append(soaked(contender, folder, levels, work, expected, args))
+            entries.append(soaked(contender, folder, levels, work, args))
             for name, value in entries[-1].items():
                 console.print(f"{name}: {value}")
         _write(entries, levels, args)
         return int(any(one["wrong"] or one["failed"] for one in entries if one["contender"].startswith("mlspec")))
-    texts: list[str] = []
-    for contender in args.only or CONTENDERS:
-        runs = run(contender, folder, levels, work, args)
-        texts = texts or runs[-1].texts
-        entries.append(entry(contender, runs, texts, args))
-        console.print(f"{contender}: {entries[-1]['tokens_per_s']:.0f} tokens/s")
+    runs = in_turns(args.only or CONTENDERS, folder, levels, work, args)
+    entries = [entry(name, seen, next(iter(runs.values())), args) for name, seen in runs.items()]
     table = Table("contender", "tokens/s", "of the first", "CPU s", "beside, s", "first token p50, ms", "p99, ms",
                   "texts alike")
     for one in entries:
         table.add_row(one["contender"], f"{one['tokens_per_s']:.0f}",
-                      f"{one['tokens_per_s'] / entries[0]['tokens_per_s']:.2f}", f"{one['cpu_seconds']:.2f}",
+                      f"{one['of_first']:.2f}", f"{one['cpu_seconds']:.2f}",
                       f"{one['beside_seconds']:.2f}",
                       f"{one['first_p50_ms']:.0f}",
                       f"{one['first_p99_ms']:.0f}", f"{one['texts_alike']} of {args.requests}")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import psutil
@@ -21,31 +21,40 @@ import hf_mlspec
 
 from .clients import Seen, Work, ask_all
 
+Ask = Callable[[], Seen]  # one run of all requests
 
-def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int,
-                 cpus: str | None = None) -> list[Seen]:
+
+@contextlib.contextmanager
+def stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int,
+                 cpus: str | None = None) -> Iterator[Ask]:
     """generate_stream in this process, a slot for each client. cpus: cores to run on, as taskset names them."""
-    own = os.sched_getaffinity(0) if cpus else set()
-    if cpus:
-        os.sched_setaffinity(0, _cores(cpus))
+    torch.set_num_threads(threads)
+    with _on(cpus):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def ask() -> Seen:
+        with _on(cpus):
+            return _streamed(model, tokenizer, levels, work, clients)
+
+    yield ask
+
+
+@contextlib.contextmanager
+def _on(cpus: str | None) -> Iterator[None]:
+    """This thread, and those that it starts, on these cores."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _cores(cpus) if cpus else own)
     try:
-        return _stream_alone(folder, levels, work, clients, threads, repeats)
+        yield
     finally:
-        if cpus:
-            os.sched_setaffinity(0, own)
+        os.sched_setaffinity(0, own)
 
 
 def _cores(cpus: str) -> set[int]:
     """Those of "0-7,9"."""
     ends = [part.split("-") for part in cpus.split(",")]
     return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
-
-
-def _stream_alone(folder: str, levels: list[str], work: Work, clients: int, threads: int, repeats: int) -> list[Seen]:
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [_streamed(model, tokenizer, levels, work, clients) for _ in range(repeats + 1)][1:]
 
 
 def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients: int) -> Seen:
@@ -70,28 +79,35 @@ def _streamed(model: Any, tokenizer: Any, levels: list[str], work: Work, clients
     return seen
 
 
-def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int, repeats: int,
-           cpus: str | None = None, http_cpus: str | None = None) -> list[Seen]:
-    """A server in a process of its own; the first run warms it up."""
+@contextlib.contextmanager
+def served(words: list[str], port: int, model: str, work: Work, clients: int, threads: int,
+           cpus: str | None = None, http_cpus: str | None = None) -> Iterator[Ask]:
+    """A server in a process of its own, which may take its time until it is asked."""
     with serving(words, port, threads, cpus, http_cpus) as pid:
-        return [_asked(pid, port, model, work, clients) for _ in range(repeats + 1)][1:]
+        yield lambda: _asked(pid(), port, model, work, clients)
 
 
 @contextlib.contextmanager
 def serving(words: list[str], port: int, threads: int, cpus: str | None = None,
-            http_cpus: str | None = None) -> Iterator[int]:
-    """A server that answers, in a process of its own, whose number is given. cpus: as of `stream_alone`. http_cpus:
-    of the processes that it started, where these have cores of their own."""
+            http_cpus: str | None = None) -> Iterator[Callable[[], int]]:
+    """A server in a process of its own, whose number is given as soon as it answers. cpus: as of `stream_alone`.
+    http_cpus: of the processes that it started, where these have cores of their own."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     pinned = ["taskset", "-c", cpus, *words] if cpus else words
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(pinned, env=environment, stderr=said, stdout=subprocess.DEVNULL)
-        try:
-            _wait(process, port, said)
-            if http_cpus:
-                for child in psutil.Process(process.pid).children(recursive=True):
+        answers: list[int] = []
+
+        def pid() -> int:
+            if not answers:
+                _wait(process, port, said)
+                for child in psutil.Process(process.pid).children(recursive=True) if http_cpus else ():
                     _move(child.pid, http_cpus)
-            yield process.pid
+                answers.append(process.pid)
+            return process.pid
+
+        try:
+            yield pid
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,6 +148,13 @@ def their_server(folder: str, port: int, python: str | None = None) -> list[str]
     """The command of `transformers serve --continuous-batching`. python: of another environment that has it."""
     return [python or sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder,
             "--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
+
+
+def their_server_with_levels(folder: str, levels: list[str], clients: int, port: int) -> list[str]:
+    """The same with this package's streams behind it."""
+    stock = their_server(folder, port)
+    line = f"import hf_mlspec.serving.stock as chain; chain.enable({levels!r}, slots={clients}); "
+    return [*stock[:2], line + stock[2], *stock[3:]]
 
 
 def free_port() -> int:

@@ -6,14 +6,17 @@
 BF16, static 8 and 4 planes, and planes that the router picks, all in memory or streamed on a budget. WikiText-2 is
 read in windows whose first half is the query and whose other half is scored; of PIQA's items the question is the
 query, of WinoGrande's the text up to the option. Answers are compared by the sum of their tokens' log probabilities.
-Quality is measured module by module. Seconds: of the processor on a CPU, of the clock on a GPU; a pass is that over
-WikiText-2, the first token and the others are those of generate. Memory: of weights on the device.
+Of GSM8K the question is the query: the perplexity of its worked answer, and the share of questions behind which the
+last number that the model writes is right. All but these shares is measured module by module. Seconds: of the
+processor on a CPU, of the clock on a GPU; a pass is that over WikiText-2, the first token and the others are those of
+generate. Memory: of weights on the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +42,8 @@ from hf_mlspec.evaluation.tasks.choices import (
     piqa,
     winogrande,
 )
+from hf_mlspec.evaluation.tasks.generation import gsm8k
+from hf_mlspec.evaluation.tasks.scoring import number
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.passes import Routed
@@ -53,6 +58,14 @@ class Item(NamedTuple):
 
     answers: list[tuple[list[int], list[int]]]
     gold: int
+
+
+class Question(NamedTuple):
+    """Of GSM8K, in ids: the question and its worked answer; the answer as it is written."""
+
+    ids: list[int]
+    answer: list[int]
+    written: str
 
 
 class System(NamedTuple):
@@ -105,8 +118,8 @@ def seconds_of(device: torch.device) -> Callable[[], float]:
 def items_of(found: Sequence[dict[str, Any]], tokenizer: Any, count: int) -> list[Item]:
     """Of lm-eval's items, spread over all."""
     items = []
-    for number in range(min(count, len(found))):
-        item = found[number * len(found) // min(count, len(found))]
+    for place in range(min(count, len(found))):
+        item = found[place * len(found) // min(count, len(found))]
         pairs = [(item["prompt"], f" {choice}") for choice in item["choices"]] if "prompt" in item else [
             (choice, f" {item['continuation']}") for choice in item["choices"]]  # fmt: skip
         ids = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair) for pair in pairs]
@@ -125,6 +138,35 @@ def accuracy(system: System, items: list[Item], device: torch.device) -> float:
         ]
         right += min(range(len(nats)), key=nats.__getitem__) == item.gold
     return right / max(len(items), 1)
+
+
+def questions_of(data: str, tokenizer: Any, count: int) -> list[Question]:
+    """Of GSM8K's test set, the first so many."""
+    items, found = gsm8k(data)["test"] if count else [], []
+    for item in (items[n] for n in range(min(count, len(items)))):
+        texts = item["prompt"], f" {item['target']}"
+        ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        found.append(Question(*ids, item["target"]))
+    return found
+
+
+def worked(system: System, questions: list[Question], device: torch.device) -> float:
+    """Perplexity of the worked answers."""
+    rows = [(torch.tensor([own.ids + own.answer], device=device), len(own.ids)) for own in questions]
+    nats = sum(float(system.nats(*row)) for row in rows)
+    return math.exp(nats / sum(len(own.answer) for own in questions))
+
+
+def right_numbers(system: System, questions: list[Question], tokenizer: Any, args: argparse.Namespace) -> float:
+    """Share of questions behind which the last number that is written, greedily, is right. Of a routed system its
+    model is to be routed."""
+    right = 0.0
+    for own in questions:
+        ids = torch.tensor([own.ids], device=args.device)
+        out = system.model.generate(ids, max_new_tokens=args.answer_tokens, do_sample=False, assistant_models=[])
+        text = tokenizer.decode(out[0, len(own.ids) :], skip_special_tokens=True).partition("Question:")[0]
+        right += number({"target": own.written}, [text])["flexible_match"]
+    return right / len(questions)
 
 
 def windows_of(text: str, tokenizer: Any, args: argparse.Namespace) -> Tensor:
@@ -156,8 +198,9 @@ def perplexity(system: System, windows: Tensor) -> float:
 
 
 def measured(
-    system: System, windows: Tensor, tasks: dict[str, list[Item]], args: argparse.Namespace, ptb: Tensor | None = None
-) -> dict:
+    system: System, windows: Tensor, tasks: dict[str, list[Item]], args: argparse.Namespace, ptb: Tensor | None = None,
+    questions: Sequence[Question] = (), tokenizer: Any = None,
+) -> dict:  # fmt: skip
     """A line of the table."""
     now = seconds_of(args.device)
     begin = now()
@@ -165,10 +208,14 @@ def measured(
     if ptb is not None:
         found["ptb"] = perplexity(system, ptb)
     found |= {name: accuracy(system, items, args.device) for name, items in tasks.items()}
+    if questions:
+        found["gsm8k_answers"] = worked(system, questions, args.device)
     if system.router is not None:
         hf_mlspec.route(system.model, system.router)
     times = {}
     with nullcontext() if system.bits is None else hf_mlspec.precision_switch(system.model).at(system.bits):
+        if questions:
+            found["gsm8k"] = right_numbers(system, questions, tokenizer, args)
         for tokens in (1, 1 + args.new_tokens):
             taken = []
             for row in windows[: args.repeats + 1, :_PROMPT]:
@@ -209,12 +256,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.routing.table", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", metavar="FOLDER", help="dense (default: the demo target, with --quick)")
     parser.add_argument("--router", metavar="FILE", help="what mlspec route train wrote (--quick: one made here)")
-    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa and winogrande, and arc and hellaswag "
+    parser.add_argument("--data", metavar="FOLDER", help="with wikitext2, piqa, winogrande, gsm8k; arc and hellaswag "
                         "if you have them (tasks/README.md)")
     parser.add_argument("--ptb", type=Path, metavar="FILE", help="PTB's test text: its perplexity, too")
     parser.add_argument("--quick", action="store_true", help="the demo target and a made text: shows that it runs")
-    numbers = {"items": 100, "windows": 64, "tokens": 128, "new_tokens": 32, "repeats": 3, "group_size": 128,
-               "top_planes": 4}  # fmt: skip
+    numbers = {"items": 100, "answers": 20, "answer_tokens": 96, "windows": 64, "tokens": 128, "new_tokens": 32,
+               "repeats": 3, "group_size": 128, "top_planes": 4}  # fmt: skip
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N")
     parser.add_argument("--share", type=float, default=0.75, help="of the planes' bytes, the budget (%(default)s)")
@@ -234,10 +281,11 @@ def main(words: list[str] | None = None) -> int:
     windows = windows_of(text, tokenizer, args)
     ptb = args.ptb and windows_of("\n".join(read_texts(args.ptb)), tokenizer, args)
     tasks = {} if args.quick else tasks_of(args.data, tokenizer, args.items)
+    questions = [] if args.quick else questions_of(args.data, tokenizer, args.answers)
     lines = [{"name": "machine", **machine.card(str(args.device))}]
     table = Table(title="routed planes", title_justify="left")
     for system in systems(args):
-        lines.append(measured(system, windows, tasks, args, ptb))
+        lines.append(measured(system, windows, tasks, args, ptb, questions, tokenizer))
         print(json.dumps(lines[-1]), flush=True)
     for key in lines[1]:
         table.add_column(key)

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomllib
 
-from .model import Chain, Node, Shape, chained, fits, most_users, step, summing
+from .model import Chain, Node, Points, Shape, chained, fits, most_users, read_by, step, summing, told_apart
 
 
 class CostsError(ValueError):
@@ -28,18 +28,49 @@ def read(path: Path) -> tuple[Node, Chain, dict[str, Shape], list[dict[str, Any]
     """Node, chain, shapes by name, and what was measured."""
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
-        fixed = {word: [(int(tokens), own) for tokens, own in points.items()]
-                 for word, points in told["gpu"].pop("fixed").items()}
-        sums = [(int(tokens), own) for tokens, own in told["links"].pop("sums").items()]
-        node = Node(fixed=fixed, sums=sums, **told["gpu"], **told["links"])
         shapes = {name: Shape(**own) for name, own in told["shapes"].items()}
-        return node, Chain(**told["chain"]), shapes, told.get("measured", [])
+        cached = told["steps"]["cached"]
+        fixed, paces = steps(told["steps"], shapes)
+        sums = [(int(tokens), own) for tokens, own in told["links"].pop("sums").items()]
+        node = Node(fixed=fixed, paces=paces, sums=sums, cached=cached, **told["gpu"], **told["links"])
+        measured = told.get("measured", [])
+        for one in measured:
+            require_measured(one, shapes)
+        return node, Chain(**told["chain"]), shapes, measured
     except OSError as error:
         raise CostsError(f"{path} cannot be read: {error.strerror}") from error
     except KeyError as error:
         raise CostsError(f"{path} has no {error}") from error
     except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
         raise CostsError(f"{path}: {error}") from error
+
+
+def require_measured(one: dict[str, Any], shapes: dict[str, Shape]) -> None:
+    """ValueError for a measurement without what it is compared by."""
+    for name, known in (("shape", sorted(shapes)), ("what", ["alone", "chain"])):
+        if one.get(name) not in known:
+            raise ValueError(f"{name} of a measurement is {one.get(name)!r}, known are {', '.join(known)}")
+    for name in ("gpus", "rows", "ms", *(["part_ms"] if "part_ms" in one else [])):
+        if not isinstance(one.get(name), int | float) or one[name] <= 0:
+            raise ValueError(f"{name} of a measurement of {one['shape']} is {one.get(name)!r}, it must be above 0")
+
+
+def steps(told: dict[str, Any], shapes: dict[str, Shape]) -> tuple[dict[str, Points], dict[str, Points]]:
+    """What a layer takes beside its bytes, and a byte, by format and tokens; told: of a shape, the milliseconds of one
+    GPU with all of it and with what each of several GPUs holds, by rows and tokens of each: "8x4" = [...].
+    ValueError for steps that cannot be told apart."""
+    shape, shares, cached = shapes[told.pop("shape")], told.pop("shares"), told.pop("cached")
+    fixed: dict[str, Points] = {}
+    paces: dict[str, Points] = {}
+    for word, points in told.items():
+        fixed[word], paces[word] = own = [], []
+        for sizes, milliseconds in points.items():
+            rows, width = map(int, sizes.split("x"))
+            reads = [read_by(shape, word, rows, cached) / share for share in shares]
+            found = told_apart(reads, [one / 1e3 for one in milliseconds], shape.layers)
+            for line, one in zip(own, found, strict=True):
+                line.append((rows * width, one))
+    return fixed, paces
 
 
 def compared(node: Node, chain: Chain, shapes: dict[str, Shape], measured: list[dict[str, Any]]
@@ -49,7 +80,8 @@ def compared(node: Node, chain: Chain, shapes: dict[str, Shape], measured: list[
     for one in measured:
         shape, gpus, rows = shapes[one["shape"]], one["gpus"], one["rows"]
         by_chain = one["what"] == "chain"
-        seconds = chained(node, shape, chain, gpus, rows) if by_chain else step(node, shape, "bf16", gpus, rows)
+        how = gpus, rows, *([] if by_chain else [1]), node.cached
+        seconds = chained(node, shape, chain, *how) if by_chain else step(node, shape, "bf16", *how)
         found = {"kind": "compared", **one, "predicted_ms": round(1e3 * seconds, 3),
                  "off": round(1e3 * seconds / one["ms"] - 1, 3)}  # fmt: skip
         if "part_ms" in one:

@@ -1,7 +1,8 @@
 """How long does a step take on several GPUs of a node, by what one GPU and its links were measured to take?
 
 Of a step's time, reading weights and cache (or, with many tokens, arithmetic) shrinks with the number of GPUs; what
-each layer adds beside it does not, and every layer adds up twice over the links.
+each layer adds beside it does not, and every layer adds up twice over the links. One GPU tells both apart: it is timed
+with all of a model and with what each of two and of four GPUs would hold of it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Node:
-    """What was measured. bandwidth: bytes a second that a GPU reads; flops: of its matrix products; memory: bytes of
-    one. fixed: by format, seconds that a layer takes beside its bytes, by tokens of the step. sums: seconds of adding
-    up [tokens, 4096] over two GPUs, by tokens; head: of bringing logits together.
-    gpus: of the node."""
+    """What was measured. flops: of a GPU's matrix products; memory: bytes of one. fixed: by format, seconds that a
+    layer takes beside its bytes, by tokens of the step; paces: seconds of a byte. sums: seconds of adding up
+    [tokens, 4096] over two GPUs, by tokens; head: of bringing logits together. cached: tokens of a row behind which
+    steps were timed. gpus: of the node."""
 
-    bandwidth: float
     flops: float
     memory: float
     fixed: Mapping[str, Points]
+    paces: Mapping[str, Points]
     sums: Points
     head: float
+    cached: float = 512
     gpus: int = 8
 
 
@@ -75,13 +77,30 @@ def summing(node: Node, shape: Shape, gpus: int, tokens: float) -> float:
     return 2 * shape.layers * at(node.sums, wide) * max(1.0, wide / most) + node.head
 
 
+def read_by(shape: Shape, word: str, rows: int, cached: float) -> float:
+    """Bytes that a step reads."""
+    return shape.weights * BYTES[word] + shape.cache(rows * cached)
+
+
+def told_apart(reads: Sequence[float], seconds: Sequence[float], layers: int) -> tuple[float, float]:
+    """Of steps of one GPU that read so many bytes: seconds that a layer takes beside them, and seconds of a byte, by
+    least squares. ValueError where seconds do not grow with the bytes, or by more than these."""
+    mean_read, mean = sum(reads) / len(reads), sum(seconds) / len(seconds)
+    spread = sum((read - mean_read) ** 2 for read in reads)
+    pace = sum((read - mean_read) * (own - mean) for read, own in zip(reads, seconds, strict=True)) / spread
+    beside = (mean - pace * mean_read) / layers
+    if pace <= 0 or beside < 0:
+        raise ValueError(f"steps of {', '.join(f'{read:.3g}' for read in reads)} bytes took "
+                         f"{', '.join(f'{1e3 * own:.3g}' for own in seconds)} ms: no bytes beside a fixed time")
+    return beside, pace
+
+
 def step(node: Node, shape: Shape, word: str, gpus: int, rows: int, width: float = 1, cached: float = 512) -> float:
     """Seconds of one step of `rows` rows with `width` tokens each behind `cached` others."""
-    tokens = rows * width
-    read = shape.weights * BYTES[word] + shape.cache(rows * cached)
-    work = max(read / node.bandwidth, 2 * shape.weights * tokens / node.flops) / gpus
-    beside = at(node.fixed.get(word, node.fixed["bf16"]), tokens)
-    return work + shape.layers * beside + summing(node, shape, gpus, tokens)
+    tokens, known = rows * width, word if word in node.fixed else "bf16"
+    reading = read_by(shape, word, rows, cached) * at(node.paces[known], tokens)
+    work = max(reading, 2 * shape.weights * tokens / node.flops) / gpus
+    return work + shape.layers * at(node.fixed[known], tokens) + summing(node, shape, gpus, tokens)
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,24 @@
 
 14.9M parameters: 6 layers of 8 experts, 2 a token; sinks, windows of 128 on every other layer, YaRN without
 truncation, biases, clamped gates. Trained from scratch on windows of 512 tokens: AdamW, a cosine, float32 weights,
-products in bfloat16 on a GPU, a loss that balances experts. Then a dense model of as many active weights takes the
-same steps on the same tokens. Printed are the loss and the share of right tokens in held-out text of both, and of
-every layer how its tokens spread over experts. --out gets BF16 weights, config, tokenizer and training.json; --steps
-repeats a training, --minutes takes as many as they allow. A text is what `eval.extend_context` takes for one.
+products in bfloat16 on a GPU, a loss that balances experts. Then, but with --mixture-only, a dense model of as many
+active weights takes the same steps on the same tokens. Printed are the loss and the share of right tokens in held-out
+text of both, and of every layer how its tokens spread over experts. --out gets BF16 weights, config, tokenizer and
+training.json as soon as the mixture is trained, and what is found of the dense model when that is; --steps repeats a
+training, --minutes takes as many as they allow. A text is what `eval.extend_context` takes for one.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import GptOssForCausalLM, PreTrainedTokenizerBase
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerBase
 
 from eval.refused import refused
 from eval.train_mixture.mixture import (
@@ -35,7 +36,7 @@ from eval.train_mixture.mixture import (
     routing,
 )
 from eval.training.command import run
-from eval.training.folder import write
+from eval.training.folder import tell, write
 from eval.training.steps import Recipe, train
 from eval.training.tokens import Texts, batches, read
 
@@ -57,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="(0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the layers: faster on a GPU")
+    parser.add_argument("--mixture-only", action="store_true", help="train no dense model beside it")
     parser.add_argument("--smoke", action="store_true", help="a toy model, this program's own text, a few steps")
     args = parser.parse_args(argv)
     if not args.smoke and not (args.tokenizer and args.text and args.held_out and args.out):
@@ -95,39 +97,42 @@ def trained(model: GptOssForCausalLM, texts: Texts, recipe: Recipe, compile_laye
 
 
 def make(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Trains the mixture, then the dense model; saves the first; -> what training.json says."""
+    """Trains the mixture and saves it, then the dense model; -> what training.json says."""
     shape, length, rows = (SMOKE, 64, 4) if args.smoke else (SHAPE, LENGTH, args.rows)
     texts = gather(args, tokenizer, length)
     words = len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
     recipe = Recipe(length, rows, args.rate, args.minutes, args.steps, args.seed)
     report: dict = {"recipe": asdict(recipe), "torch": torch.__version__, "device": args.device,
                     "stream_tokens": len(texts.trained)}
-    torch.manual_seed(args.seed)
-    mixture = new_model(config_of(shape, *words), args.device)
-    report["mixture"] = trained(mixture, texts, recipe, args.compile)
-    recipe = Recipe(**{**asdict(recipe), "steps": report["mixture"]["steps"]})
-    torch.manual_seed(args.seed)
-    dense = new_model(dense_of(shape, *words), args.device)
-    report["dense"] = trained(dense, texts, recipe, args.compile)
-    for name, model in (("mixture", mixture), ("dense", dense)):
-        report[name]["parameters"] = model.num_parameters()
-        report[name]["held_out"] = {
-            text: dict(zip(("loss", "right"), held_out(model, ids, length, WINDOWS), strict=True))
-            for text, ids in texts.held_out.items()}
+
+    def one(name: str, config: GptOssConfig, recipe: Recipe) -> GptOssForCausalLM:
+        torch.manual_seed(args.seed)
+        model = new_model(config, args.device)
+        found = trained(model, texts, recipe, args.compile)
+        held = {text: dict(zip(("loss", "right"), held_out(model, ids, length, WINDOWS), strict=True))
+                for text, ids in texts.held_out.items()}
+        report[name] = {**found, "parameters": model.num_parameters(), "held_out": held}
+        return model
+
+    mixture = one("mixture", config_of(shape, *words), recipe)
     text, ids = next(iter(texts.held_out.items()))
     report["routing"] = {"text": text, "layers": routing(mixture, ids, length, WINDOWS)}
-    show(report)
     if args.out:
         saved = GptOssForCausalLM(mixture.config).to(torch.bfloat16)
         saved.load_state_dict(mixture.state_dict())
         write(saved, tokenizer, report, args.out)
+    if not args.mixture_only:
+        one("dense", dense_of(shape, *words), replace(recipe, steps=report["mixture"]["steps"]))
+        if args.out:
+            tell(report, args.out)
+    show(report)
     return report
 
 
 def show(report: dict) -> None:
-    """Both models on held-out text, and how tokens spread over experts."""
+    """The models on held-out text, and how tokens spread over experts."""
     table = Table("model", "parameters", "steps", "seconds", "held-out text", "loss", "tokens right")
-    for name in ("mixture", "dense"):
+    for name in [one for one in ("mixture", "dense") if one in report]:
         own = report[name]
         for text, found in own["held_out"].items():
             table.add_row(name, f"{own['parameters']:,}", str(own["steps"]), f"{own['seconds']:.0f}", text,

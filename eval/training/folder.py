@@ -16,5 +16,10 @@ def write(saved: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: di
     saved.save_pretrained(beside)
     tokenizer.model_max_length = saved.config.max_position_embeddings
     tokenizer.save_pretrained(beside)
-    (beside / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    tell(report, beside)
     os.replace(beside, folder)
+
+
+def tell(report: dict, folder: Path) -> None:
+    """The report as training.json of a folder, in place of what was told before."""
+    (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

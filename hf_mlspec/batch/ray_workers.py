@@ -83,15 +83,16 @@ class _Actor:
 
 
 @contextmanager
-def ray_cluster(address: str | None, workers: int | None) -> Iterator[dict[str, float]]:
+def ray_cluster(address: str | None, workers: int | None, shows: bool = False) -> Iterator[dict[str, float]]:
     """Connected to the cluster at `address`, None: one of this machine alone, for as long as it is entered; -> its
-    resources. workers: room for so many on this machine. ValueError where there is none at the address."""
+    resources. workers: room for so many on this machine. shows: what workers say, on standard error. ValueError where
+    there is none at the address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
-        _start(max(os.cpu_count() or 1, workers or 1))
+        _start(max(os.cpu_count() or 1, workers or 1), shows)
     else:
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=shows, logging_level="ERROR")
         except Exception as error:  # Ray raises several kinds, a bare one among them
             raise ValueError(f"--ray {address}: no cluster answers there ({_first_line(error)}); start one with ray "
                              "start --head, or leave --ray out for this machine alone") from error
@@ -101,12 +102,12 @@ def ray_cluster(address: str | None, workers: int | None) -> Iterator[dict[str, 
         ray.shutdown()
 
 
-def _start(cores: int) -> None:
+def _start(cores: int, shows: bool) -> None:
     """Ray on this machine; a busy one may take longer than the 30 s that Ray waits for itself."""
     for left in reversed(range(_STARTS)):
         try:
             ray.init(address="local", num_cpus=cores, include_dashboard=False, object_store_memory=_STORE,
-                     log_to_driver=False, logging_level="ERROR")
+                     log_to_driver=shows, logging_level="ERROR")
             return
         except Exception as error:
             ray.shutdown()

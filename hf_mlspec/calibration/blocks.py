@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,12 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def first_inputs(model: nn.Module, samples: list[Tensor]) -> tuple[list[Tensor], dict[int, list[Call]]]:
-    """The input of the first block for each sample, ``[1, tokens, hidden]`` in the model's dtype, and for each length
-    of a sample what every block is called with."""
+def first_inputs(
+    model: nn.Module, samples: list[Tensor], hidden: MutableSequence[Tensor]
+) -> dict[int, list[Call]]:
+    """Put the input of the first block for each sample, ``[1, tokens, hidden]`` in the model's dtype, into ``hidden``;
+    -> for each length of a sample what every block is called with."""
     blocks = [block for _, block in blocks_of(model)]
-    hidden: list[Tensor] = []
     calls: dict[int, list[Call]] = {}
     seen: list[Call] = []
 
@@ -73,4 +74,4 @@ def first_inputs(model: nn.Module, samples: list[Tensor]) -> tuple[list[Tensor],
             del block.forward
             if own is not None:
                 block.forward = own
-    return hidden, calls
+    return calls

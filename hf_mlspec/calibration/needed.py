@@ -23,11 +23,16 @@ _LOGITS = 4  # float32 copies of the logits: themselves, their chances, and the 
 _TRIALS = 4  # float32 copies of the largest weight: targets, a trial, its values, their difference
 
 
-def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool) -> int:
-    """Bytes beside the model, at most: hidden states, statistics of one block, trial weights of one layer."""
-    hidden = model.config.get_text_config(decoder=True).hidden_size
-    states = sum(ids.numel() for ids in samples) * hidden * model.dtype.itemsize
+def bytes_of_states(model: nn.Module, tokens: int) -> int:
+    """Of the hidden states of so many tokens."""
+    return tokens * model.config.get_text_config(decoder=True).hidden_size * model.dtype.itemsize
+
+
+def memory_needed(model: nn.Module, samples: list[Tensor], with_hessians: bool, filed: bool = False) -> int:
+    """Bytes beside the model, at most: hidden states (filed: but for those of a sample they are in a file), statistics
+    of one block, trial weights of one layer."""
     longest = max(ids.numel() for ids in samples)
+    states = bytes_of_states(model, longest if filed else sum(ids.numel() for ids in samples))
     most = 0
     for _, block in blocks_of(model):
         linears = [module for module in block.modules() if has_dense_weight(module)]
@@ -76,12 +81,14 @@ def require_memory(
         )
 
 
-def require_disk(model: nn.Module, folder: str | os.PathLike, plan: Plan, saved: bool = False) -> None:
+def require_disk(
+    model: nn.Module, folder: str | os.PathLike, plan: Plan, states: int = 0, saved: bool = False
+) -> None:  # fmt: skip
     """OSError with both numbers where the disk of a work folder does not hold the finished blocks, linears counted as
-    the plan's format has them. Those that are there already need no more. saved: the model is saved beside them, with
-    a head of its own if it is rotated."""
+    the plan's format has them, and ``states`` bytes of hidden states. Blocks that are there already need no more.
+    saved: the model is saved beside them, with a head of its own if it is rotated."""
     blocks = _bytes_of_blocks(model, plan)
-    needed = max(0, blocks - sum(file.stat().st_size for file in Path(folder).glob("block_*")))
+    needed = states + max(0, blocks - sum(file.stat().st_size for file in Path(folder).glob("block_*")))
     if saved:
         inside = {id(tensor) for _, block in blocks_of(model) for tensor in block.parameters()}
         needed += blocks + sum(tensor.nbytes for tensor in model.parameters() if id(tensor) not in inside)
@@ -90,7 +97,8 @@ def require_disk(model: nn.Module, folder: str | os.PathLike, plan: Plan, saved:
     place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        what = "finished blocks and the model" if saved else "finished blocks"
+        parts = ["finished blocks", *(["the model"] if saved else []), *(["hidden states"] if states else [])]
+        what = ", ".join(parts[:-1]) + (" and " if parts[1:] else "") + parts[-1]
         raise OSError(errno.ENOSPC, f"{what} need {needed} bytes, {free} are free: use another disk", str(folder))
 
 

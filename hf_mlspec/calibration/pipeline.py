@@ -2,13 +2,13 @@
 
 A block is run once as it is, to see what its layers multiply; scales are folded, codes chosen, layers replaced; then
 the packed block computes the inputs of the next one. What is held beside the model: statistics and trial weights of
-one block, and the hidden states of all samples in the model's dtype.
+one block, and the hidden states of all samples in the model's dtype, which may wait in a file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -92,22 +92,24 @@ class LayerReport:
 def calibrate(
     model: nn.Module, samples: list[Tensor], plan: Plan, switch: PrecisionSwitch,
     finished: FinishedBlocks | None = None, progress: Callable[[int], None] = lambda index: None,
-    rotated: Iterator[int] | None = None,
+    rotated: Iterator[int] | None = None, hidden: MutableSequence[Tensor] | None = None,
 ) -> list[LayerReport]:  # fmt: skip
     """Pack every dense linear of the blocks that ``plan.kept`` does not name, in place, under ``switch``.
 
     samples: int64 ``[1, tokens]`` each. finished: blocks that are done are taken from there, and others put there.
     progress: called behind every block. rotated: rotates the next block, in the end the head (`rotate_ends`).
+    hidden: empty, where hidden states wait (`waiting_states`); None: in a list.
     ValueError names block and layer; the model is then packed in part.
     """
     blocks, work = blocks_of(model), _Work(model, plan, switch)
     release_pages(model.parameters())
-    hidden, calls = first_inputs(model, samples)
+    hidden = [] if hidden is None else hidden
+    calls = first_inputs(model, samples, hidden)
     reports: list[LayerReport] = []
     for index, (name, block) in enumerate(blocks):
         if rotated is not None:
             next(rotated)
-        passes = _passes(block, hidden, {size: own[index] for size, own in calls.items()})
+        passes = _passes(block, samples, hidden, {size: own[index] for size, own in calls.items()})
         if finished is not None and index in finished:
             tensors, told = finished.read(index)
             work.put_back(block, name, tensors)
@@ -127,9 +129,11 @@ def calibrate(
     return reports
 
 
-def _passes(block: nn.Module, hidden: list[Tensor], calls: Mapping[int, Call]) -> list[Callable[[], Tensor]]:
-    """The block, run on each of the hidden states; calls: by their tokens."""
-    sizes = [states.shape[1] for states in hidden]
+def _passes(
+    block: nn.Module, samples: list[Tensor], hidden: MutableSequence[Tensor], calls: Mapping[int, Call]
+) -> list[Callable[[], Tensor]]:
+    """The block, run on each of the hidden states of ``samples``; calls: by their tokens."""
+    sizes = [ids.shape[-1] for ids in samples]
     return [lambda place=place, size=size: calls[size].run(block, hidden[place]) for place, size in enumerate(sizes)]
 
 

@@ -39,8 +39,9 @@ class Inputs:
         """x ``[tokens, in]``; ``keep`` of them, evenly spaced, are kept."""
         size = x.abs().float()
         self.absolute += size.sum(0)
-        self.squares += size.square().sum(0)
         self.largest = torch.maximum(self.largest, size.amax(0))
+        self.squares += size.square_().sum(0)
+        del size  # its memory is that of the next float32 copy
         spread = torch.linspace(0, len(x) - 1, min(keep, len(x)), device=x.device).long()
         self.kept.append(x[spread].clone())
         if self.hessian is not None:

@@ -11,6 +11,8 @@ _OWN_HELP = """Options of mlspec beside those of lm-eval, which follow:
   --model mlspec      is what --model is by default; its arguments:
                       --model_args pretrained=PATH levels=mxfp4+PATH format=int4 precision=w4a4 journal=FILE ...
   --include_path DIR  is looked through besides our own tasks
+  --workers N         processes that share the documents, by Ray, each on a device of its own
+  --ray ADDRESS       of a Ray cluster, or auto (default: where --workers is above 1, this machine alone)
   --batch_size N      rows at a time, 8 by default; --device is "cuda" by default where there is one, else "cpu"
 """
 
@@ -30,5 +32,20 @@ def run_eval(args: argparse.Namespace) -> int:
             raise
         raise ValueError('lm_eval is not installed: pip install --no-build-isolation -e ".[eval]" in the folder of '
                          "hf_mlspec") from error
-    run(words)
-    return 0
+    if args.ray is None and (args.workers or 1) == 1:
+        run(words)
+        return 0
+    return _by_ray(args)
+
+
+def _by_ray(args: argparse.Namespace) -> int:
+    """The same by several processes; what the first one prints is printed here."""
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError("--workers and --ray start the processes themselves: leave accelerate launch or torchrun out")
+    try:
+        from ..batch.ray_ranks import evaluated
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error).replace("one worker in this process", "one process")) from error
+    status, printed = evaluated(args.words, args.workers, args.ray)
+    print(printed, end="")
+    return status

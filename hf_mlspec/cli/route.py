@@ -37,7 +37,7 @@ def _train(args: argparse.Namespace) -> int:
     check_folder(args.out, "the router")
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out!r} is a folder: name a file, such as router.safetensors")
-    options = ("steps", "batch", "learning_rate", "query_tokens", "seed", "every")
+    options = ("steps", "batch", "learning_rate", "query_tokens", "seed", "every", "hard_share")
     given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
     if args.widths is not None:
         given["widths"] = tuple(args.widths) if isinstance(args.widths, list) else (args.widths,)
@@ -73,7 +73,8 @@ def _tell_training(args: argparse.Namespace, found: RoutedFolder) -> None:
     rows = [("blocks", f"{len(router.names)}, each {list(router.widths)} planes"),
             ("taught by", found.teacher), ("on", f"{found.queries} queries of {found.tokens} tokens"),
             ("distance to the teacher", f"{steps[0].distillation:.4f} nats a token at first, "
-                                        f"{steps[-1].distillation:.4f} at last (mixtures)"),
+                                        f"{steps[-1].distillation:.4f} at last "
+                                        f"({'choices' if args.hard_share else 'mixtures'})"),
             ("bits of a weight", f"{found.trained.bits:.3f} on training queries, {args.target_bits:g} asked for"),
             ("seconds", f"{found.seconds:.1f}")]
     show(console, "router", ("", "value"), rows)

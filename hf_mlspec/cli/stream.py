@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, Group
@@ -10,6 +13,7 @@ from rich.text import Text
 
 from ..integration.call import last_stats
 from ..integration.compare import Comparison, accumulate
+from ..integration.stream.events import TextPieces
 from ..integration.stream.shown import Palette
 from .tables import LEVEL_COLUMNS, level_rows, table
 
@@ -26,16 +30,18 @@ class TextStream:
 
     def put(self, value: Any) -> None:
         """Token ids, int64 of any shape; the first call of a text carries its prompt."""
-        self.ids += value.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        tokens = value.flatten().tolist()
         if self.prompt is None:
-            self.prompt = text
-        elif not text.endswith("\ufffd"):  # the middle of a character: its last bytes come with the next token
-            self._show(text)
+            self.prompt = self.written = self.pieces.add(tokens) or self.pieces.rest()
+        else:
+            self._add(tokens)
+            if self.written != (self.text or self.prompt):  # else in the middle of a character
+                self._show(self.written)
 
     def end(self) -> None:
-        if not self.text:
-            self._show(self.prompt or "")  # nothing but special tokens followed it
+        self.written += self.pieces.rest()
+        if not self.text or self.written != self.text:  # nothing but special tokens followed it; half a character
+            self._show(self.written)
         self.finish()
         self._forget()
 
@@ -51,13 +57,16 @@ class TextStream:
     def finish(self) -> None:
         self.console.file.write("\n\n")
 
+    def _add(self, tokens: list[int]) -> None:
+        self.written += self.pieces.add(tokens)
+
     def _show(self, text: str) -> None:
         self.text, piece = text, text[len(self.text) :]
         self.write(piece)
 
     def _forget(self) -> None:
-        self.ids: list[int] = []
-        self.text = ""
+        self.pieces = TextPieces(self.tokenizer)
+        self.written = self.text = ""  # decoded, and shown
         self.prompt: str | None = None
 
 
@@ -86,13 +95,10 @@ class LiveTable(TextStream):
         """Of the tokens of the next call of `put`; None: the target's own."""
         self.coming = levels
 
-    def put(self, value: Any) -> None:
-        if self.prompt is not None:
-            known, tokens = len(self.ids), value.flatten().tolist()
-            for place, level in enumerate(self.coming[: len(tokens)], 1):
-                text = self.tokenizer.decode(self.ids[:known] + tokens[:place], skip_special_tokens=True)
-                self.spans.append((len(text), level))
-        super().put(value)
+    def _add(self, tokens: list[int]) -> None:
+        for token, level in zip_longest(tokens, self.coming[: len(tokens)]):
+            super()._add([token])
+            self.spans.append((len(self.written), level))
 
     def close(self) -> None:
         self.live.stop()
@@ -107,7 +113,7 @@ class LiveTable(TextStream):
                 accumulate(counts, part)
         drawn = table("", LEVEL_COLUMNS, level_rows(counts.levels))
         room = max(3, self.console.height - len(counts.levels) - 7)
-        lines = self._styled().wrap(self.console, self.console.width)[-room:]
+        lines = self._styled(self._page(room)).wrap(self.console, self.console.width)[-room:]
         self.live.update(Group(Text("\n").join(lines), self.palette.legend(), drawn), refresh=True)
 
     def finish(self) -> None:
@@ -118,12 +124,20 @@ class LiveTable(TextStream):
         if (stats := last_stats(self.model)) is not None:
             accumulate(self.finished, stats)
 
-    def _styled(self) -> Text:
+    def _page(self, lines: int) -> int:
+        """From where on the text fills so many lines: it moves a page at a time, to the beginning of a line where one
+        begins, so that lines break where they did."""
+        size = lines * self.console.width
+        page = max(0, len(self.text) // size - 1) * size
+        return self.text.find("\n", page, max(page, len(self.text) - size)) + 1 or page
+
+    def _styled(self, begin: int = 0) -> Text:
+        """The text from a place on."""
         prompt = self.prompt or ""
-        shown, begin = Text(prompt, style="dim"), len(prompt)
-        for end, level in self.spans:
+        shown, begin = Text(prompt[begin:], style="dim"), max(begin, len(prompt))
+        for end, level in self.spans[bisect_right(self.spans, begin, key=itemgetter(0)) :]:
             shown.append(self.text[begin:end], style="not dim bold " + self.palette.style(level))
-            begin = max(begin, end)
+            begin = end
         return shown.append(self.text[begin:], style="not dim bold")
 
     def _forget(self) -> None:

@@ -51,7 +51,7 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
             slot_of(_SLOTS[word], module, name, word.upper())
         else:
             turned = is_transposed(module) and not module.weight.is_contiguous()  # a decoder may have laid it out so
-            require_format(module.weight.t() if turned else module.weight, name)
+            require_format(module.weight.t() if turned else module.weight, name, halves=word == "cpu")
         rotation_of(module, name)
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:

@@ -27,6 +27,8 @@ from .ranks import Ranks, identity
 _OUTPUTS = ("colwise", "colwise_rep", "colwise_gather_output")
 _INPUTS = ("rowwise",)
 _WHOLE = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce")  # every process has all of it
+_SLICED = ("mxfp4", "int4", "planes")  # every part but single numbers is ``[..., out, in / some]``
+_ROW_STEP = 8  # elements of a row that GPUs load at once
 _SPLIT = {"q": _OUTPUTS, "k": _OUTPUTS, "v": _OUTPUTS, "gate": _OUTPUTS, "up": _OUTPUTS, "o": _INPUTS, "down": _INPUTS}
 
 
@@ -40,10 +42,11 @@ class OwnPart:
         _require_no_adapters(model)
         _require_split(model)
         self.ranks, self.vocab = ranks, 0
-        self.model, self._shared = share(model), []
+        self.model, self._shared, self._held = share(model), [], {}
         for path, module in list(self.model.named_modules()):
             if "forward" in vars(module):
                 self._put(path, module, style_of(model, path))
+        self._divide_shared_experts(model)
         _divide_heads(self.model, ranks.count)
         self._require_alike()
 
@@ -93,9 +96,25 @@ class OwnPart:
             self._shared.append((module, own))
         self.model.set_submodule(path, own)
 
+    def _divide_shared_experts(self, model: nn.Module) -> None:
+        """Experts of all tokens that every process holds whole: each computes its share of their inner elements, so
+        that they are added up as the others are."""
+        entry = described(model)
+        for index in range(text_config(model).num_hidden_layers if entry.experts is not None else 0):
+            layer = f"{entry.layers}.{index}"
+            if not has_experts(entry.experts, self.model.get_submodule(layer)):
+                continue
+            for name, place in entry.experts.shared.items():
+                path = f"{layer}.{place}"
+                if style_of(model, path) is None:
+                    module = self.model.get_submodule(path)
+                    self._held |= {f"{path}.{key}": own for key, own in module._parameters.items() if own is not None}
+                    axis = 1 if _SPLIT[name] == _INPUTS else 0
+                    self.model.set_submodule(path, _share_of(module, path, axis, self.ranks))
+
     def _require_alike(self) -> None:
         """Of what every process holds all."""
-        mine = {
+        mine = self._held | {
             f"{path}.{name}": parameter
             for path, module in self.model.named_modules()
             if not (isinstance(module, nn.Linear | PackedModule) or is_experts(module))
@@ -119,6 +138,26 @@ def _own_linear(module: nn.Module, ranks: Ranks, along_inputs: bool, is_head: bo
     kept = None if bias is None or (along_inputs and ranks.index) else nn.Parameter(bias, requires_grad=False)
     own.register_parameter("bias", kept)
     return own
+
+
+def _share_of(module: nn.Module, path: str, axis: int, ranks: Ranks) -> nn.Module:
+    """A process's share of a linear that it holds all of: of its outputs, axis 0, or of its inputs, axis 1."""
+    packed = isinstance(module, PackedLinear)
+    if module.bias is not None or not (type(module) is nn.Linear or (packed and module.format in _SLICED)):
+        raise UnknownArchitecture(f"its {path} has a bias, or weights of a kind that is not shared out")
+    step = (getattr(module, "group_size", BLOCK) if packed else _ROW_STEP) * ranks.count
+    size = module.in_features if axis else module.out_features
+    if size % step:
+        raise UnknownArchitecture(f"its {path} has {size} {'inputs' if axis else 'outputs'}, no multiple of {step}")
+    if not packed:
+        own = nn.Linear(1, 1, bias=False, device="meta")
+        weight = module.weight.detach().chunk(ranks.count, axis)[ranks.index].contiguous()
+        own.weight, own.in_features, own.out_features = nn.Parameter(weight, False), weight.shape[1], weight.shape[0]
+        return own.train(module.training)
+    weight = module.packed_weight()
+    parts = [part if part.dim() < 2 else part.chunk(ranks.count, part.dim() - 2 + axis)[ranks.index].contiguous()
+             for part in weight.parts]  # fmt: skip
+    return type(module)(type(weight)(*parts, name=path), None, module.switch).train(module.training)
 
 
 def _require_whole_groups(module: PackedLinear, path: str, count: int) -> None:
@@ -184,8 +223,10 @@ def _require_split(model: nn.Module) -> None:
         raise UnknownArchitecture("tensor parallelism shares delta nets or sinks of it")
     for index in range(text_config(model).num_hidden_layers):
         layer = f"{entry.layers}.{index}"
+        whole_on_each = set() if entry.experts is None else set(entry.experts.shared.values())
         for place, styles in _styles(entry, model.get_submodule(layer)).items():
-            if (style := style_of(model, f"{layer}.{place}")) not in styles:
+            style = style_of(model, f"{layer}.{place}")
+            if style not in styles and not (style is None and place in whole_on_each):
                 raise UnknownArchitecture(f"tensor parallelism runs its {layer}.{place} as {style}, which no compiled "
                                           "decoder does")
 

@@ -49,7 +49,8 @@ def require_experts(block: ExpertBlock, decoder: str) -> None:
         for key in block.original.sizes:
             weight = getattr(experts, key).detach()
             turned = block.original.transposed and not weight.is_contiguous()  # a decoder may have laid it out so
-            require_format(weight.transpose(1, 2) if turned else weight, f"experts' {key}")
+            weight = weight.transpose(1, 2) if turned else weight
+            require_format(weight, f"experts' {key}", halves=decoder == "CPU")
         return
     if experts.format not in EXPERT_FORMATS or experts.is_lent:
         raise UnknownArchitecture(f"its experts are {experts.format}, which the {decoder} decoder does not read")

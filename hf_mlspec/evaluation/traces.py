@@ -53,7 +53,7 @@ def record_trace(
     origin: further entries beside the versions, such as a commit.
     journal: keeps finished batches; those of an earlier run are not decoded again. Keys are row numbers.
     Raises ValueError for no prompts, an empty or too long one, counts out of range, and a level of another vocabulary
-    that has levels below it (their rounds count other tokens), and a tree, before anything is decoded.
+    that has levels below it (their rounds count other tokens), and a tree, before anything is decoded or as it comes.
     """
     rows = _encoded(tokenizer, prompts)
     _check_request(model, rows, max_new_tokens, batch_size)

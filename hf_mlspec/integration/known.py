@@ -27,10 +27,9 @@ from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
 from ..speculation.deferred import Built, Deferred, Kind
-from ..speculation.memory import LevelCosts, Openings
+from ..speculation.memory import LevelCosts, Openings, alike
 from ..speculation.plans import Situation
 from ..speculation.rounds.planning import ends_unquestioned
-from ..speculation.rounds.steering import alike
 from ..speculation.search import Choice
 from ..speculation.shelf import are_kept
 from .config import SpeculationConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from ..engines.architecture.rotary import known_positions
 from ..engines.built import walk_of
-from ..engines.modules.states import config_window, why_not_row_by_row
+from ..engines.modules.states import config_window, of_layers, why_not_row_by_row
 from ..nn.hooks import without_memory
 from ..routing.router import Router
 from . import images
@@ -277,10 +278,14 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def head_size(model: nn.Module) -> int | None:
-    """Elements of an attention head, None where the config does not tell."""
+    """Elements of an attention head, where they differ from layer to layer what divides all; None where the config
+    does not tell."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    told = of_layers(config, "head_dim") if hasattr(config, "num_hidden_layers") else [None]
+    if told and all(told):
+        return math.gcd(*told)
+    return config.hidden_size // heads if heads else None
 
 
 def max_positions(model: nn.Module) -> int | None:

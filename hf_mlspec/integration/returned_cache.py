@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ..engines.modules.states import STATE_ARGUMENTS, Kept, keeps_state
+from ..engines.modules.states import STATE_ARGUMENTS, Kept, keeps_state, of_layers
 from ..speculation.checker import Verdict
 from ..speculation.draft import Rows
 from ..speculation.loop import Emit, Loop
@@ -62,11 +62,11 @@ def _check_layers(model: PreTrainedModel, given: DynamicCache, prompts: Prompts)
             "it is another model's; leave it out"
         )
     latent = hasattr(config, "kv_lora_rank")  # its head_dim is of a part of the keys only
-    heads, dim = (None if latent else getattr(config, name, None) for name in ("num_key_value_heads", "head_dim"))
-    for index, layer in enumerate(given.layers):
-        size = dim or layer.keys.shape[-1]
+    sizes = [of_layers(config, name) for name in ("num_key_value_heads", "head_dim")]
+    for index, (layer, heads, dim) in enumerate(zip(given.layers, *sizes, strict=True)):
+        size = layer.keys.shape[-1] if latent else dim or layer.keys.shape[-1]
         own = latent or hasattr(config, "v_head_dim")
-        expected = [len(ids), heads or layer.keys.shape[1], given.get_seq_length(), size]
+        expected = [len(ids), (not latent and heads) or layer.keys.shape[1], given.get_seq_length(), size]
         _check_states(model, layer.keys, expected, ids, f"the keys of layer {index}")
         expected = [*expected[:3], layer.values.shape[-1] if own else size]
         _check_states(model, layer.values, expected, ids, f"the values of layer {index}")
@@ -167,7 +167,8 @@ class ReturnedCache:
         """Keys (0) or values (1) `[batch, kv_heads, count, head_dim]` of a layer."""
         first = self._taken[0][layer][which]
         shape = len(self._taken), first.shape[0], count, first.shape[2]
-        out = torch.zeros(shape, dtype=first.dtype, device=first.device)
+        own = self.chain.target.runner.model.dtype  # float16 is computed in float32
+        out = torch.zeros(shape, dtype=own if own == torch.float16 else first.dtype, device=first.device)
         for number, layers in self._taken.items():
             states = layers[layer][which]
             columns = self.prompts.columns(number, states.shape[1] + self._skipped(number))[self._skipped(number) :]

@@ -90,7 +90,7 @@ class PlanesLinear(PackedLinear):
         with self._reading(max(widths, default=1)) as tiles:
             if len(set(widths)) == 1:
                 return self._times(x, tiles, widths[0])
-            out = x.new_empty(*x.shape[:-1], self.out_features)
+            out = x.new_empty(*x.shape[:-1], self._rows)
             for width in sorted(set(widths)):
                 rows = torch.tensor([row for row, own in enumerate(widths) if own == width], device=x.device)
                 out[rows] = self._times(x[rows], tiles, width)

@@ -64,8 +64,8 @@ def direct_cast(
 
     Of a model with adapters (PEFT) the plain base is cast. Embeddings, norms and biases are shared; ``model`` is
     unchanged. Layers that cannot be cast (in_features not a multiple of the group, Conv1D, unknown experts) are
-    shared, with one warning. Of weights that tensor parallelism shares between processes each casts its part, to MXFP4
-    alone; any other result can be saved. TypeError for other objects or dtypes that cannot be cast; ValueError for an
+    shared, with one warning. Of weights that tensor parallelism shares between processes each casts its part; any
+    other result can be saved. TypeError for other objects or dtypes that cannot be cast; ValueError for an
     unknown format, rule or activation_bits, a quantized or offloaded model, NaN or Inf weights, or no layer to cast.
     """
     model = without_wrapper(model, "direct_cast")
@@ -76,7 +76,7 @@ def direct_cast(
     head, kept = model.get_output_embeddings(), dict(unfit(model, cast.group_size, cast.experts))
     kept |= {} if cast_head else {name: _HEAD for name, module in model.named_modules() if module is head}
     paths = [name for name, _ in linears_and_experts(model) if name not in kept]
-    require_castable_shards(model, format, cast.group_size, paths)
+    require_castable_shards(model, cast.group_size, paths)
     require_finite_floats(model, kept)
     draft = share(model)
     if not _replace(draft, cast, kept, model.dtype if materialize else None):
@@ -134,7 +134,23 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         if "layer" in key and isinstance(value, list) and len(value) == total:
             setattr(config, key, value[:num_layers])
     config.num_hidden_layers = num_layers
+    _cut_inputs_of_layers(view, num_layers / total)
     return view
+
+
+def _cut_inputs_of_layers(view: PreTrainedModel, share_of_layers: float) -> None:
+    """Where a table holds inputs of all layers side by side (Gemma 3n, Gemma 4): those of the first ones, as views."""
+    for name, module in view.named_modules():
+        cut = {"embed_tokens_per_layer": (1, "embedding_dim"), "per_layer_model_projection": (0, "out_features")}
+        axis, size = cut.get(name.rpartition(".")[2], (0, None))
+        if size is None:
+            continue
+        weight = module._parameters.get("weight")
+        if weight is None:
+            raise ValueError(f"early_exit: {name} is a {type(module).__name__}, of which no part can be shared")
+        width = round(weight.shape[axis] * share_of_layers)
+        module.weight = nn.Parameter(weight.detach().narrow(axis, 0, width), requires_grad=False)
+        setattr(module, size, width)
 
 
 def resident_bytes(model: nn.Module, shared_with: nn.Module | None = None) -> int:

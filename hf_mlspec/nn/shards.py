@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 HEAD_STEP = 8  # outputs of a part of the head come in multiples: GPUs send 8 bytes at once
-_CASTS = ("mxfp4",)  # formats whose layers know no width of the whole
 _STYLES = ("colwise", "colwise_rep", "colwise_gather_output", "rowwise")
 EXPERTS = "moe_tp_experts"  # each process has a part of every expert, and what they give is added up
 PART_OF = "a weight that processes share"  # what `PackedModule.part_of` says
@@ -64,17 +63,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def require_castable_shards(model: PreTrainedModel, format: str, block: int, paths: list[str]) -> None:
+def require_castable_shards(model: PreTrainedModel, block: int, paths: list[str]) -> None:
     """ValueError for a sharded model of which a cast would compute something else.
 
     paths: of the layers to be cast. Names the layer and both numbers where the number of processes leaves parts of
-    a block, the style of a layer whose forward is not known here, and formats without parts.
+    a block, and the style of a layer whose forward is not known here.
     """
     if not (is_shared(model) or shards(model)):
         return
-    if format not in _CASTS:
-        raise ValueError(f"direct_cast: {format} layers stay whole, and the model is sharded over processes: cast to "
-                         f"{', '.join(_CASTS)}, or load the model without tp_plan")
     for name, module in model.named_modules():
         inside = [path for path in paths if path.startswith(f"{name}.")]
         if "forward" in vars(module) and inside:  # of the model itself, which would run its own layers

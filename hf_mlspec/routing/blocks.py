@@ -15,6 +15,8 @@ from ..calibration.blocks import blocks_of as layers_of
 from ..nn.packed import PackedModule
 from ..nn.planes import PlanesLinear
 
+_ADAPTED = ".base_layer"  # behind the name of a layer that adapters stand for
+
 
 class Block(NamedTuple):
     """One attention or MLP of a layer.
@@ -41,6 +43,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
         for child, module in layer.named_children():
             name = f"{layer_name}.{child}"
             packed = {f"{name}.{at}": m for at, m in module.named_modules() if isinstance(m, PackedModule)}
+            packed = {at.removesuffix(_ADAPTED): m for at, m in packed.items()}
             if not packed:
                 continue
             for at, linear in packed.items():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.cuda.adapted import AdaptedLinear
 from ..engines.cuda.decoder import CudaDecoder
 from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill, soft_capped
 from ..engines.cuda.row_bits import BlockBits, RowBits
@@ -40,6 +41,7 @@ from .router import STEP, Router
 from .row_widths import ChoosingRows
 
 ORDERED = "its linears read inputs in an order or a rotation of their own, in which a router was not trained"
+ADAPTED = "its linears carry adapters, beside which no planes are chosen on a GPU"
 OTHER_BLOCKS = "its blocks are not the attention and the MLP of every layer, all of them in bit-planes"
 
 Choosing = ChosenOnDevice | ChosenOnHost
@@ -175,6 +177,8 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
 def why_not_compiled(model: nn.Module, decoder: CudaDecoder) -> str:
     """Why a decoder cannot step a routed model; "" where it can."""
     own, found = blocks_of(model), decoder.blocks()
+    if any(isinstance(linear, AdaptedLinear) for first, last, _ in found for linear in (first, last)):
+        return ADAPTED
     outputs = [sum(linear.out_features for linear in block.linears.values()) for block in own]
     if not all(isinstance(first, PlanesTilesLinear | StreamedPlanesLinear) for first, _, _ in found) or outputs != [
         first.out_features + last.out_features for first, last, _ in found

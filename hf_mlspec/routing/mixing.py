@@ -2,7 +2,8 @@
 
 W(q) = sum_b p_b(q) W^(b), of QAQ, section 3. The prefixes are dequantized for one layer at a time, forward and again
 backward; nothing of the size of the dense model is kept. Where every step chooses, each token has a mixture of its
-own: the outputs of all prefixes are weighted.
+own: the outputs of all prefixes are weighted. A mixture errs less than the one prefix that it becomes, so a pass may
+read the likeliest prefix instead, with the mixture's gradient (straight-through).
 """
 
 from __future__ import annotations
@@ -64,9 +65,16 @@ def _mean(prefixes: Tensor, p: Tensor) -> Tensor:
     return (p @ prefixes.flatten(1)).unflatten(1, prefixes.shape[1:])
 
 
+def likeliest(p: Tensor) -> Tensor:
+    """Probabilities ``[..., widths]`` -> 1 for the largest, the narrower of equal ones; the gradient is that of p."""
+    return torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0) + (p - p.detach())
+
+
 class Mixture:
     """One pass of a batch, softly routed: every block's probabilities ``[rows, widths]`` afterwards, or ``[rows,
-    tokens, widths]`` where every step chooses."""
+    tokens, widths]`` where every step chooses. hard: 1 for the likeliest width, with their gradient."""
+
+    hard = False
 
     def __init__(self, router: Router, blocks: Sequence[Block], prefixes: Prefixes):
         self.router, self.blocks, self.prefixes = router, list(blocks), prefixes
@@ -79,8 +87,8 @@ class Mixture:
 
         def product(place: int, linear: PlanesLinear, x: Tensor) -> Tensor:
             if place not in self.probabilities:
-                features = self.features(place, x, lengths)
-                self.probabilities[place] = self.router.probabilities(place, features)
+                p = self.router.probabilities(place, self.features(place, x, lengths))
+                self.probabilities[place] = likeliest(p) if self.hard else p
             return self.product(place, linear, x)
 
         with in_blocks(model, self.blocks, product):

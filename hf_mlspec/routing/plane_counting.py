@@ -38,9 +38,13 @@ class PlaneCounting:
 
     def _settle_first(self) -> None:
         before, after, counts = self._stalls.pop(0)
-        after.synchronize()
+        try:
+            after.synchronize()
+            seconds = before.elapsed_time(after) / 1e3
+        except torch.AcceleratorError:
+            return  # the device failed, as the next product is told: a wait on it has no end
         for one in counts:
-            one.stall_seconds += before.elapsed_time(after) / 1e3
+            one.stall_seconds += seconds
 
     def _blocks(self) -> list[PlaneCounts]:
         return getattr(self._thread, "counts", [])

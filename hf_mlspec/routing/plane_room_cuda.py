@@ -21,6 +21,7 @@ from torch import Tensor
 from ..engines.cuda.neighbours import neighbours
 from ..nn.plane_source import InGraph
 from ..ops.planes import tiles_cuda
+from .lost_device import survives_loss, tells_loss
 from .plane_rooms import CpuRoom, Fetch, Sizes
 from .plane_store import PlaneStore
 
@@ -53,6 +54,7 @@ class CudaRoom:
         self._views: dict[tuple[int, int, int], Tensor] = {}  # of a slot: planes, bytes of one
         self._reader = None if store.word == "memory" else ThreadPoolExecutor(1, "mlspec-planes")
         self._bounce = torch.empty(low, dtype=torch.uint8, pin_memory=True) if self._reader else None
+        self.lost = ""  # what the device said when it was
 
     @property
     def copies_in_graphs(self) -> bool:
@@ -85,6 +87,7 @@ class CudaRoom:
         part = self._halves(tiles)[..., begin : begin + count * tiles_cuda.PLANE_BYTES]
         return part.unflatten(-1, (count, tiles_cuda.PLANE_BYTES))
 
+    @tells_loss
     def start(self, fetch: Fetch) -> None:
         fetch.event = self._events[fetch.slot][0]
         if self._reader is None:
@@ -106,6 +109,7 @@ class CudaRoom:
         self._copy(fetch, into)
         fetch.event.synchronize()  # the next read writes over it
 
+    @tells_loss
     def wait(self, fetch: Fetch, stalls: Callable[[float | tuple], None]) -> None:
         if fetch.future is not None:
             begin = time.perf_counter()
@@ -119,6 +123,7 @@ class CudaRoom:
         after.record(stream)
         stalls((before, after))
 
+    @tells_loss
     def tiles(self, place: int, width: int, fetch: Fetch | None) -> Sequence[Tensor | None]:
         if width <= self.top:
             return (self._top[place],)
@@ -207,6 +212,7 @@ class CudaRoom:
                 self._top[place] = own
         return [whole]
 
+    @survives_loss
     def done(self, fetch: Fetch, kept: bool) -> None:
         if fetch.future is not None:
             Future.exception(fetch.future)
@@ -214,6 +220,7 @@ class CudaRoom:
         event.record(torch.cuda.current_stream(self.device))
         self._read[fetch.slot] = event
 
+    @tells_loss
     def keep(self, fetch: Fetch) -> None:
         size = self._sizes[fetch.place].plane
         with torch.inference_mode(False):
@@ -221,6 +228,7 @@ class CudaRoom:
             more = more.clone() if low is None else torch.cat([low, more])
         self._hold(fetch.place, more)
 
+    @tells_loss
     def drop(self, place: int, left: int) -> None:
         with torch.inference_mode(False):
             self._hold(place, self._low[place][:left].clone() if left else None)
@@ -231,6 +239,7 @@ class CudaRoom:
         if low is not None and self._stream is not None:
             low.record_stream(self._stream)  # for others when the last product, which may have read it, has ended
 
+    @tells_loss
     def whole(self, place: int, *, on_host: bool = False) -> Tensor:
         self._behind_the_last()
         own, device = self._sizes[place], torch.device("cpu") if on_host else self.device
@@ -244,8 +253,11 @@ class CudaRoom:
         self._hold(place, None)
         self._top[place] = None
 
+    @survives_loss
     def close(self) -> None:
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
-        torch.cuda.synchronize(self.device)
-        self._top, self._low, self._slots, self._views = [], [], [], {}
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self._top, self._low, self._slots, self._views = [], [], [], {}

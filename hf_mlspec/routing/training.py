@@ -3,9 +3,9 @@
     loss = KL(teacher || student) a token + bit_cost (expected bits - target)^2
 
 The student reads mixtures of plane prefixes (mixing.py), the teacher full precision. The temperature falls, so that
-mixtures come near to the choices that they become. At the end one price for a bit is put on all scores, so that the
-hard choices meet the target on the training queries. The model itself is frozen. QAQ leaves loss, temperature and
-schedule open; these are ours.
+mixtures come near to the choices that they become; the last steps may read those themselves. At the end one price for
+a bit is put on all scores, so that the hard choices meet the target on the training queries. The model itself is
+frozen. QAQ leaves loss, temperature and schedule open; these are ours.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class RouterRecipe:
     learning_rate: of Adam. temperatures: of the softmax at the first and the last step. bit_cost: of the squared
     distance to the target. query_tokens: the first tokens of a row, its query. seed: of weights and batches. every:
     "prompt": tokens behind the query read what the query chooses; "step": each chooses for itself, and steps will.
+    hard_share: of the steps, the last ones, whose student reads what the router chooses in place of mixtures.
     """
 
     target_bits: float
@@ -55,6 +56,7 @@ class RouterRecipe:
     query_tokens: int = 64
     seed: int = 0
     every: str = PROMPT
+    hard_share: float = 0.0
 
     def require(self, planes: int, samples: Tensor) -> None:
         """ValueError for a recipe that cannot be followed with so many planes and these samples ``[rows, tokens]``."""
@@ -73,13 +75,20 @@ class RouterRecipe:
         for name in ("steps", "batch", "query_tokens", "hidden"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}, it must be a positive number")
+        if not 0 <= self.hard_share <= 1:
+            raise ValueError(f"hard_share is {self.hard_share}, a share of the steps: give 0 to 1")
         if not self.temperatures[0] >= self.temperatures[1] > 0:
             raise ValueError(f"temperatures are {self.temperatures}: give two above 0, the second no larger")
 
     def temperature(self, step: int) -> float:
-        """Of the softmax at a step: it falls by a factor."""
+        """Of the softmax at a step: it falls by a factor. What is chosen depends on none: such steps have the first,
+        whose gradient reaches every width."""
         first, last = self.temperatures
-        return first * (last / first) ** (step / max(self.steps - 1, 1))
+        return first if self.is_hard(step) else first * (last / first) ** (step / max(self.steps - 1, 1))
+
+    def is_hard(self, step: int) -> bool:
+        """Whether the student of a step reads what the router chooses."""
+        return step >= self.steps - round(self.hard_share * self.steps)
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,7 @@ class _Learner:
     def step(self, step: int) -> Step:
         """One step of Adam."""
         rows = self.batch(step)
-        self.router.temperature = self.recipe.temperature(step)
+        self.router.temperature, self.mixture.hard = self.recipe.temperature(step), self.recipe.is_hard(step)
         with torch.no_grad():
             wanted = F.log_softmax(self.teacher(input_ids=rows, use_cache=False).logits.float(), -1)
         with self.mixture.over(self.model, self.lengths(rows)):

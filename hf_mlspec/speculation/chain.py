@@ -156,8 +156,6 @@ class Chain:
 
     def finish(self, stats: SpeculationStats) -> SpeculationStats:
         """Put what the levels counted, and the memory of every cache, into the counts of the loop."""
-        if self.steering is not None:
-            self.steering.settle()
         self.learn()
         stats.levels = [replace(count) for count in self.counts]  # kept drafters count anew next time
         self.count_memory(stats)
@@ -166,8 +164,8 @@ class Chain:
     def learn(self) -> None:
         """Let the memory of calls know of every round, those of a call that breaks off, too."""
         for chooses in (self.steering, self.planning):
-            if chooses is not None and chooses.controller is not None:
-                chooses.controller.settle()
+            if chooses is not None:
+                chooses.end()
 
     def count_memory(self, stats: SpeculationStats) -> None:
         """Put the memory of every cache into these counts."""

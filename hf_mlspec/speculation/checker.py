@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
+from ..engines.modules.states import keeps_state
 from ..engines.trees import END
 from .acceptance import accept_greedy, accept_row, accept_tree
 from .draft import Draft, Rows
@@ -44,7 +45,8 @@ class Checker:
     """A level that can check drafts: the target of `decode`, and the upper half of every `CheckedDrafter`.
 
     keep_logits: verdicts carry logits and scores even if the check does not need them.
-    on_check: called for every check, also those inside the engine; None: no callback.
+    on_check: called for every check, also those inside the engine; None: no callback. rows_alone: why it is to check
+    no trees, None where it may.
     """
 
     runner: Engine
@@ -53,6 +55,7 @@ class Checker:
     _: KW_ONLY
     keep_logits: bool = True
     on_check: OnCheck | None = field(default=None, init=False)
+    rows_alone: str | None = field(default=None, init=False)
 
     @property
     def in_engine(self) -> bool:
@@ -89,11 +92,13 @@ class Checker:
 
         alive: False for inactive rows: nothing of theirs is fed or accepted. Raises FloatingPointError if the logits
         behind an accepted token hold NaN, unless the sampler knows how to end a single row; ValueError for a tree that
-        the engine does not score.
+        the engine does not score, or that is not to be checked.
         """
         alive = alive or [True] * len(rows)
-        if draft.branches and not self.runner.can.trees:
-            raise _no_trees(self.name, self.runner)
+        if draft.branches and (self.rows_alone or not self.runner.can.trees):
+            remedy = "which goes through rows alone: leave out tree, or draft rows"
+            why = self.rows_alone or f"{why_no_trees(self.runner)}, {remedy}"
+            raise ValueError(f"{self.name} is to check a tree and {why}")
         verdict = self._accept(rows, draft, want_confidence, alive)
         if self.on_check is not None:
             self.on_check(draft.deepest, verdict.accepted, alive)
@@ -191,14 +196,9 @@ def catch_up(runner: Engine) -> None:
 
 def why_no_trees(runner: Engine) -> str:
     """What a level does whose engine scores rows alone."""
-    return "keeps a state" if runner.can.stateful else f"runs on engine {runner.name!r}"
-
-
-def _no_trees(name: str, runner: Engine) -> ValueError:
-    return ValueError(
-        f"{name} is to check a tree and {why_no_trees(runner)}, which goes through rows alone: leave out tree, or "
-        "draft rows"
-    )
+    if not runner.can.stateful:
+        return f"runs on engine {runner.name!r}"
+    return "keeps a state" if keeps_state(runner.model) else "runs row by row"
 
 
 def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:

@@ -59,6 +59,7 @@ class Controller(Learner):
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
     TRIAL = 1  # rounds of one of another plan
+    PAID = 1.0  # of what a choice takes: rounds wait for it
     FIRST_TIMES = 2  # rounds of "off" before anything else, as costs may have been measured beside a load; 0: none
 
     def __init__(
@@ -74,7 +75,7 @@ class Controller(Learner):
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
         self._remembers, self._granted, self.to_build = memory is not None, False, 0.0
-        self._lost = 0.0  # seconds that rounds of the plan took beyond what was expected for their tokens
+        self._lost = self._took = 0.0  # seconds: that rounds took beyond those expected; that the last choice took
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
 
@@ -140,6 +141,7 @@ class Controller(Learner):
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
         self._chosen += 1
+        self._took = self.PAID * (perf_counter() - begin) if self.by_clock else 0.0
         if not any(situation.rooms):
             self._left = 0  # nothing could be drafted: that says nothing of the next round
         elif self.by_clock and trial is None:
@@ -186,7 +188,7 @@ class Controller(Learner):
         self._untold.rounds.append((limits, drafted, accepted, took, timed))
         if self._untold.is_full:
             self.settle()
-        if choice.plan.active and expected.surprises(self._lost):  # slow rounds of "off": a busy machine
+        if choice.plan.active and expected.surprises(self._lost, self._took):  # slow rounds of "off": a busy machine
             self._surprised()
         if choice.trial:
             reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
@@ -243,15 +245,21 @@ class Controller(Learner):
             limits = [trial.most if r in self._trying.rows else 0 for r in range(batch)]
             reading = search.to_read(trial.active, self._trying)
         odds = self._odds(plan, batch) if plan.active and batch > 1 else [1.0] * batch
+        forecast, drafted = known.of_limits(plan, limits, odds, slots), 0.0
+        if plan.active:
+            drafted = forecast.tokens - batch
+            forecast = forecast.bringing(batch + self.memory.gain(plan, batch) * drafted)
         return Choice(
             plan,
             limits,
-            known.of_limits(plan, limits, odds, slots),
+            forecast,
             off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
             trial=trial is not None,
             reading=reading,
             switched=plan.active != self.plan.active,
+            by_chances=drafted,
+            over_usual=search.over_usual(best, drafting),
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:
@@ -318,7 +326,7 @@ class Controller(Learner):
         """Whether a trial of `plan`, reading and building included, costs what may be spent. usual: the best speed."""
         (few, least), (all_, most) = [(one, search.lost(plan, one, usual)) for one in self._who_tries(search.batch)]
         self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
-        lost += self.to_build if plan.active else 0.0
+        lost += 2 * self._took + (self.to_build if plan.active else 0.0)  # there is a choice behind it, too
         return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:

@@ -91,6 +91,14 @@ class PassCosts:
         """The median spread, 0 on an idle machine."""
         return sorted(self.spread)[len(self.spread) // 2]
 
+    def scaled(self, later: PassCosts) -> PassCosts:
+        """These costs where passes of few tokens, timed again, took less: those of more tokens are taken to be as much
+        less as the largest of them, as what else ran at the time was in all."""
+        share = min(later.seconds[-1] / self.of(float(later.tokens[-1])), 1.0)
+        seconds = [one if count <= later.tokens[-1] else share * one
+                   for count, one in zip(self.tokens, self.seconds, strict=True)]  # fmt: skip
+        return replace(self, seconds=_rising(seconds), attention=share * self.attention)
+
     def least(self, later: PassCosts) -> PassCosts:
         """The less of two measurements of the same passes, as what else ran at the time only added; the cost of
         attention is that of the later one, if it has any."""

@@ -18,6 +18,7 @@ from .memory import LevelCosts, Memory
 from .plans import LENGTHS, TARGET, Cells, Plan, cells_of
 
 _SLACK, _SURPRISE = 0.1, 2.0  # of a round's expected seconds: that it may take longer, and in sum until that is news
+_WORTH_CHOOSING = 4.0  # times the seconds of a choice: what is lost until one is made for it
 JUMP = 100.0  # times the expected seconds of a round: more says that a clock has jumped, or the machine has slept
 _LOOKUP_SECONDS = 3e-5  # of a level without a model, for a row
 ROUND_SECONDS = 1.5e-4  # of a round beside its passes: lists of rows, callbacks, counts
@@ -46,6 +47,10 @@ class Forecast(Generic[Numbers]):
         """The same where rounds take so many times as long."""
         return Forecast(self.tokens, times * self.seconds, self.by_costs)
 
+    def bringing(self, tokens: float) -> Forecast[Numbers]:
+        """The same where a round commits so many tokens."""
+        return Forecast(tokens, self.seconds, self.by_costs)
+
     def lost(self, before: float, tokens: int, seconds: float) -> float:
         """Seconds that rounds lost beyond what was expected for their tokens, after one more of so many."""
         return max(before + seconds - _SLACK * self.seconds - tokens / self.speed, 0.0)
@@ -54,9 +59,9 @@ class Forecast(Generic[Numbers]):
         """Whether so many seconds are the time of a round, and not of a clock that jumps."""
         return 0.0 <= seconds <= JUMP * self.seconds
 
-    def surprises(self, lost: float) -> bool:
-        """Whether the plan is to be questioned because so many were lost."""
-        return lost > _SURPRISE * self.seconds
+    def surprises(self, lost: float, choosing: float = 0.0) -> bool:
+        """Whether the plan is to be questioned because so many were lost. choosing: seconds that this takes."""
+        return lost > max(_SURPRISE * self.seconds, _WORTH_CHOOSING * choosing)
 
 
 class Expectations:

@@ -4,19 +4,22 @@ plan calls begin with?"""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .costs import DISTURBED, PassCosts
 from .estimates import Counted, PairEstimate
-from .plans import LENGTHS, TARGET, Plan
+from .plans import LENGTHS, TARGET, Plan, worth_a_window
 
 if TYPE_CHECKING:
+    from .controller import Controller
     from .search import Choice
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
+_GAIN_WEIGHT, _GAIN_WINDOW = 16.0, 512.0  # drafted tokens, by which what chances say of rounds is corrected
+_MOST_GAIN = 2.0  # times what chances say; the least is its inverse
 _OFF_WEIGHT = 1.0  # of what costs say of "off", in timed rounds: all other plans are compared with it
 _PACE = 0.25  # of what is known of the machine's pace is told by the last round
 # Beside a load calls take up to four times as long. What is beyond that is no pace: it belongs to the rounds, or else
@@ -27,6 +30,10 @@ _MOST_BITS = 20  # of a number of rows: a file may say anything
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
 _MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
+_MOST_UNTOLD = 64  # of what a call did that made no controller, the next one is told so much
+_MOST_AGREED = 3  # choices in a row that found the beginning of a call no worse, as of which it is settled;
+_AGREED_OFF = 2  # for "off", of which rounds tell nothing of the levels
+_NO_WORSE = 1.03  # times as long as with the best plan
 _BITS = [length.bit_length() for length in LENGTHS]
 
 
@@ -52,15 +59,17 @@ class Memory:
     """What was learned of a chain: the estimate of each pair of levels, and measured over predicted seconds of rounds.
 
     pairs: by the indices of who drafts and who checks. ratios: by active levels, and tokens and rows up to a factor of
-    two; a ratio's `kept` is the sum of those observed. spare: seconds that may go to trials of other plans. credit: by
-    active levels the seconds that were lost because no round of theirs was captured. capturing: seconds that may go to
-    capturing rounds of trials. pace: how many times as long as usual rounds of all plans take at the moment, as other
-    programs share the machine; ratios are without it, so that plans which ran at different times can be compared.
-    costs: tells those by which ratios are from others; None: not known.
+    two; a ratio's `kept` is the sum of those observed. gains: by the same, drafted tokens that whole rounds brought
+    over those that chances said: a text that gets easier as it goes on brings more than its mean. spare: seconds that
+    may go to trials of other plans. credit: by active levels the seconds that were lost because no round of theirs was
+    captured. capturing: seconds that may go to capturing rounds of trials. pace: how many times as long as usual
+    rounds of all plans take at the moment, as other programs share the machine; ratios are without it, so that plans
+    which ran at different times can be compared. costs: tells those by which ratios are from others; None: not known.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
     ratios: dict[tuple, Counted] = field(default_factory=dict)
+    gains: dict[tuple, Counted] = field(default_factory=dict)
     spare: float = 0.0
     credit: dict[tuple[int, ...], float] = field(default_factory=dict)
     capturing: float = 0.0
@@ -69,10 +78,10 @@ class Memory:
 
     def kept(self) -> Memory:
         """As the start of another call."""
-        pairs, ratios = list(self.pairs.items()), list(self.ratios.items())  # another thread may have the memory
+        pairs = list(self.pairs.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
-        copied = {key: replace(one) for key, one in ratios}
-        return Memory(remembered, copied, self.spare, dict(self.credit), self.capturing, self.pace, self.costs)
+        ratios, gains = ({key: replace(one) for key, one in list(all_.items())} for all_ in (self.ratios, self.gains))
+        return Memory(remembered, ratios, gains, self.spare, dict(self.credit), self.capturing, self.pace, self.costs)
 
     def rest_on(self, target: PassCosts, levels: Sequence[LevelCosts]) -> None:
         """From now on seconds are predicted by these costs: how far rounds were from others says nothing."""
@@ -127,10 +136,11 @@ class Memory:
         return memory
 
     def pair(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
-        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: where both
-        are known under a third level, what that says; else the prior of the level's kind. A level with a draft window
-        is thought to draft as it does without, until rounds have shown something else; of a level without one, what it
-        does with it is the least."""
+        """The estimate of one level's drafts under another, or under the target. Of a pair never seen: what is known
+        of it under a level in between, and of that under the checker; where those two differ, the draft is thought to
+        be right half as often. Else the prior of the level's kind. A level with a draft window is thought to draft as
+        it does without, until rounds have shown something else; of a level without one, what it does with it is the
+        least."""
         return self.pairs.get((proposer, checker)) or _guess(*self._prior(levels, proposer, checker))
 
     def _prior(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> tuple[float, ...]:
@@ -142,7 +152,7 @@ class Memory:
         for middle in range(checker + 1, proposer):
             parts = [self.pairs.get(key) for key in ((proposer, middle), (middle, checker))]
             if all(part is not None and part.known for part in parts):
-                prior = parts[0].mean * parts[1].mean
+                prior = parts[0].mean * 0.5 * (1.0 + parts[1].mean)
         return (prior,)
 
     def observed(self, levels: Sequence[LevelCosts], proposer: int, checker: int) -> PairEstimate:
@@ -163,6 +173,19 @@ class Memory:
             self.pace = min(max(pace, 1.0 / _MOST_PACE), _MOST_PACE)
         one.add(rounds, rounds * ratio / self.pace)
         self.ratios[key] = one  # filled before another thread can see it
+
+    def gained(self, plan: Plan, batch: int, tokens: float, by_chances: float) -> None:
+        """Whole rounds of a plan brought so many drafted tokens, where chances said others."""
+        key = _alike(plan.active, plan.most, batch)
+        one = self.gains.get(key) or Counted(_GAIN_WINDOW)
+        one.add(by_chances, tokens)
+        self.gains[key] = one
+
+    def gain(self, plan: Plan, batch: int) -> float:
+        """Drafted tokens that a round of the plan brings, over those that chances say. Plans are compared without it:
+        it tells how much a text differs from its mean, and one that no round was of would seem to lose."""
+        one = self.gains.get(_alike(plan.active, plan.most, batch))
+        return 1.0 if one is None else min(max(one.mean(1.0, _GAIN_WEIGHT), 1.0 / _MOST_GAIN), _MOST_GAIN)
 
     def factors(self, choices: Sequence[tuple[int, ...]], batch: int) -> tuple[list[list[float]], list[list[float]]]:
         """Measured over predicted seconds, per choice of levels and length of the target's draft: of rounds alike, and
@@ -225,11 +248,22 @@ def _index(at: int, levels: int) -> int:
 
 @dataclass
 class Opening:
-    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may."""
+    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may. agreed: choices
+    in a row, of such calls and at their beginning, that found the same levels best, or this no worse."""
 
     choice: Choice
     calls: int = 0
     until: int = 1
+    agreed: int = 0
+
+    @property
+    def patience(self) -> int:
+        """Times as many rounds as of a plan that is new may pass until a call that began with it chooses."""
+        return 1 << min(self.agreed, _MOST_AGREED if self.choice.plan.active else _AGREED_OFF)
+
+    def agrees(self, choice: Choice) -> bool:
+        """Whether another choice says that calls may go on to begin so."""
+        return choice.plan.active == self.choice.plan.active or choice.over_usual < _NO_WORSE
 
 
 @dataclass
@@ -238,7 +272,8 @@ class Openings:
 
     found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
     when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
-    levels for that is little. disproved: whether rounds have shown that costs do not hold.
+    levels for that is little. disproved: whether rounds have shown that costs do not hold. untold: what the last call
+    began with that made no controller, and what the next controller is to be told of it.
     """
 
     found: dict[tuple, Opening] = field(default_factory=dict)
@@ -246,6 +281,7 @@ class Openings:
     due: float = math.inf
     affordable: float = 0.0
     disproved: bool = False
+    untold: tuple[Choice, list[Callable[[Controller], None]]] | None = None
 
     def begin(self, like: tuple) -> Choice | None:
         """What a call is to begin with; None where it is to choose: as the first one, and one in so many after it."""
@@ -257,10 +293,38 @@ class Openings:
 
     def learn(self, like: tuple, choice: Choice, seconds: float) -> None:
         """A call of this kind has chosen, which took so many seconds. Where it chose the same levels as the one before
-        it, twice as many calls go on with that."""
+        it, or they are hardly better, twice as many calls go on with that."""
         before, self.choosing_seconds = self.found.get(like), seconds
-        same = before is not None and before.choice.plan.active == choice.plan.active
-        self.found[like] = Opening(choice, until=min(2 * before.until, _MOST_CALLS) if same else 1)
+        if before is None or not before.agrees(choice):
+            self.found[like] = Opening(choice)
+            return
+        same = before.choice.plan.active == choice.plan.active
+        until, agreed = min(2 * before.until, _MOST_CALLS), before.agreed + 1
+        self.found[like] = Opening(choice if same else before.choice, until=until, agreed=agreed)
+
+    def agree(self, like: tuple, choice: Choice) -> None:
+        """A call that began with an earlier choice has made its own."""
+        one = self.found.get(like)
+        if one is not None:
+            one.agreed = one.agreed + 1 if one.agrees(choice) else 0
+
+    def patience(self, like: tuple) -> int:
+        """Of what such calls begin with."""
+        return self.found[like].patience if like in self.found else 1
+
+    def usual(self, like: tuple | None) -> Plan | None:
+        """What such calls begin with; None: nothing yet."""
+        return self.found[like].choice.plan if like in self.found else None
+
+    def tell(self, made: Controller) -> None:
+        """What the last call did that made no controller."""
+        if self.untold is not None:
+            (first, early), self.untold, nothing = self.untold, None, made.choice
+            made.start(len(first.limits))
+            made.choice = first
+            for what in early[-_MOST_UNTOLD:]:
+                what(made)
+            made.choice = nothing
 
     def disprove(self) -> None:
         """Rounds have shown that costs do not hold: they are due, once."""
@@ -271,4 +335,11 @@ class Openings:
         """The next call of this kind is to choose; None: of every kind."""
         for key, one in list(self.found.items()):
             if like in (None, key):
-                one.calls = one.until
+                one.calls, one.agreed = one.until, 0
+
+
+def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
+    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
+    """
+    slots = sum(lengths) / len(lengths)
+    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)

@@ -64,12 +64,14 @@ class Situation:
     """The rows of a round.
 
     rooms: tokens each may still gain, but the one that every round adds. slots: that a token of them attends to, the
-    mean. missing: per level the tokens of each row that it has not read yet.
+    mean. missing: per level the tokens of each row that it has not read yet. usual: what calls like this one begin
+    with.
     """
 
     rooms: list[int]
     slots: float
     missing: list[list[int]]
+    usual: Plan | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Choice:
     limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
     expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
     about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
-    cold in the first round.
+    cold in the first round. by_chances: drafted tokens of a round, before they are corrected by what rounds brought.
+    over_usual: times as long as with it, what calls like this one begin with is expected to take.
     """
 
     plan: Plan
@@ -46,6 +48,8 @@ class Choice:
     trial: bool = False
     reading: float = 0.0
     switched: bool = False
+    by_chances: float = 0.0
+    over_usual: float = math.inf
 
     def correct_off(self, tokens: int, seconds: float) -> None:
         """Rounds of "off", which was chosen, brought so many tokens in so long: those of calls that begin with this
@@ -119,6 +123,13 @@ class Search:
             return float(self._times()[self.cells.place_of(plan)])
         reading, round_ = self.to_read(plan.active, drafting), self.usual(plan, drafting)
         return reading + sum(self._left) / round_.speed
+
+    def over_usual(self, best: Plan, drafting: Drafting) -> float:
+        """Times as long as with the best plan, what calls like this one begin with takes; infinite if they cannot."""
+        usual = self.situation.usual
+        if usual is None or (usual.active and usual.active not in self.cells.choices):
+            return math.inf
+        return self.time(usual) / self.time(best, drafting)
 
     def usual(self, plan: Plan, drafting: Drafting) -> Forecast:
         """A round of the plan in which these rows draft."""

@@ -57,7 +57,8 @@ def test_folded_scales_change_no_output(kind, scaling):
 def test_blocks_called_one_by_one_are_the_model(kind):
     model = random_norms(tiny(kind, dtype=torch.float32))
     samples = [prompts([length], seed=length)["input_ids"] for length in (20, 9)]
-    hidden, calls = first_inputs(model, samples)
+    hidden: list[torch.Tensor] = []
+    calls = first_inputs(model, samples, hidden)
     for ids, x in zip(samples, hidden, strict=True):
         for index, (_, block) in enumerate(blocks_of(model)):
             x = calls[ids.shape[1]][index].run(block, x)

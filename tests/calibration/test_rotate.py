@@ -25,7 +25,7 @@ from transformers import (
 import hf_mlspec
 from hf_mlspec.calibration import rotation
 from hf_mlspec.calibration.rotation import rotate
-from hf_mlspec.formats.hadamard import Hadamard
+from hf_mlspec.formats.hadamard import Hadamard, fitting_hadamard
 from hf_mlspec.integration.quantizer.examine import examine
 from hf_mlspec.nn.packed import PackedLinear
 from hf_mlspec.nn.transforms import HADAMARD, TransformedLinear, hadamard_of
@@ -82,6 +82,17 @@ def test_outputs_stay(family):
     assert any("down_proj" in name for name in changed)
     assert ("model.embed_tokens.weight" in changed) == (done.residual is not None)
     assert (done.across_heads is None) == (family == "llama")  # 9 heads
+
+
+@pytest.mark.parametrize("size", [896, 4864, 5632, 9728, 11008, 13696, 18944, 25600, 29568])
+def test_outputs_stay_at_the_widths_of_models(size):
+    """Those of Qwen2.5, Qwen3, Llama 2 and TinyLlama, ChatGLM in front of down_proj; 896 is Qwen2.5's stream, too."""
+    heads = {"hidden_size": 896, "num_attention_heads": 14} if size == 896 else {"hidden_size": 64, "head_dim": 16}
+    model = model_of("mistral", intermediate_size=size, num_hidden_layers=1, **{"num_key_value_heads": 2, **heads})
+    before = logits_of(model)
+    done = rotate(model, seed=3)
+    assert done.down == fitting_hadamard(size)
+    assert (logits_of(model) - before).norm() <= 1e-5 * before.norm()
 
 
 @pytest.mark.parametrize("parts", [{"residual": False}, {"heads": False}, {"online": False}], ids=str)
@@ -173,9 +184,12 @@ def test_what_cannot_be_rotated_is_named():
         rotate(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)))
     with pytest.raises(ValueError, match="already quantized"):
         rotate(hf_mlspec.direct_cast(model_of("mistral", torch.bfloat16, intermediate_size=32 * 9), "mxfp4"))
+    partly = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}  # 12 of 15 values turn
     odd = model_of("qwen3", intermediate_size=7 * 9)
     with pytest.raises(ValueError, match=r"intermediate_size 63, is odd: .* leave it out, rotate\(model, online=F"):
         rotate(odd)
+    with pytest.raises(ValueError, match=r"the size of a head, 15, is odd: .* leave it out, rotate\(model, heads=F"):
+        rotate(model_of("qwen3", head_dim=15, rope_parameters=partly))
 
 
 def test_hooks_of_accelerate_stay():

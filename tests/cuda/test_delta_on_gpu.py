@@ -13,7 +13,7 @@ from hf_mlspec import ops
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.engines.cuda.engine import CudaEngine
 from hf_mlspec.engines.engine import Guess
-from hf_mlspec.ops.delta import AT_END, KEEP
+from hf_mlspec.ops.delta import AT_END, AT_START, KEEP
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "mamba_d_head": 32}
 PACKED = {**SHAPE, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 64}
@@ -77,6 +77,32 @@ def test_long_prompts_have_the_bits_of_steps(sizes, added):
         assert torch.equal(found, whole[r][: (90, 70)[r]])
     for r, found in enumerate(parts.feed([88, 69], [total - 88, 65], AT_END)):
         assert torch.equal(found, whole[r][(88, 69)[r] :][: (total - 88, 65)[r]])
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["delta", "mamba"])
+def test_a_token_of_many_rows_has_the_bits_that_it_has_in_two(added):
+    """More tokens are run again than blocks look for, and a lane has as many columns as suit so many heads."""
+    sizes = [2, 4, 64, 32]
+    given = (added_numbers if added else numbers)(torch.bfloat16, sizes, device="cuda")
+    few, many = steps_of(*given, sizes, 2), steps_of(*given, sizes, 600)
+    for one, two in zip(few, many, strict=True):
+        assert torch.equal(two, one.repeat(300, 1, 1))
+        assert not one.isnan().any()
+
+
+def steps_of(qkvz, ba, net, sizes: list[int], rows: int) -> list[torch.Tensor]:
+    """What three calls of rows give: a prompt of 3, a draft of 9, and a token behind both with a state of 3."""
+    qkvz, ba = (None if all is None else all.repeat(rows // 2, 1, 1) for all in (qkvz, ba))
+    *net, bias, skip, normed = net
+    states = torch.zeros(rows, *sizes[1:], device="cuda")
+    inputs = torch.zeros(rows, 16, net[0].shape[1] + 2 * sizes[1], dtype=torch.bfloat16, device="cuda")
+    number, found = lambda n: torch.full((rows,), n, dtype=torch.int32, device="cuda"), []
+    for start, count, mark, settles in ((0, 3, 0, AT_END), (3, 9, 3, KEEP), (12, 1, 3, AT_START)):
+        own, beside = (None if all is None else all[:, start : start + count].contiguous() for all in (qkvz, ba))
+        kept = number(start), number(count), number(mark), states, inputs
+        more = bias, skip, normed or sizes[3]
+        found.append(ops.delta_rows(own, beside, *net, *kept, sizes, settles, 0, *more))
+    return [*found, states.flatten(1, 2)]
 
 
 def test_a_row_without_its_state_is_not_a_number():

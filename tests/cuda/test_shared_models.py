@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import require_parts
 
 from hf_mlspec import demo_pair
 
@@ -27,7 +29,8 @@ def started(word: str, port: int) -> list[subprocess.Popen]:
             for rank in range(2)]  # fmt: skip
 
 
-def told(word: str, port: int) -> dict:
+def ended(word: str, port: int) -> tuple[dict, str]:
+    """What rank 0 printed, and what it said on standard error, when it has ended by itself."""
     processes = started(word, port)
     try:
         out, errors = processes[0].communicate(timeout=120)
@@ -37,12 +40,12 @@ def told(word: str, port: int) -> dict:
             process.wait()
     lines = [line for line in out.splitlines() if line.startswith("{")]
     assert lines, errors[-2000:]
-    return json.loads(lines[0])
+    return json.loads(lines[0]), errors
 
 
 @needs_two
 def test_gpus_that_share_a_model_write_what_it_writes_alone():
-    found = told("gpus", 29613)
+    found, _ = ended("gpus", 29613)
     assert (found["engine"], found["by"]) == ("cuda", "BoxedRanks")
     alone = found["alone"]
     assert alone[0] == alone[1]
@@ -51,6 +54,12 @@ def test_gpus_that_share_a_model_write_what_it_writes_alone():
 
 
 @needs_two
+def test_gpus_share_experts_and_nested_weights():
+    require_parts(ended("gpus-parts", 29615)[0], "cuda")
+
+
+@needs_two
 def test_a_gpu_that_is_left_alone_ends_within_half_a_minute():
-    found = told("gpus-die", 29614)
-    assert found["waited"] < 30, found
+    found, errors = ended("gpus-die", 29614)
+    assert time.time() - found["left alone"] < 30
+    assert "CUDA error" in errors

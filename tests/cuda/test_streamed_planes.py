@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,3 +285,64 @@ def test_pageable_memory_where_pinning_is_refused(monkeypatch):
 def test_what_spreads_a_model_is_refused_by_name():
     with pytest.raises(ValueError, match=r"device_map says balanced, .*name it, .*or say 'auto'"):
         demo("balanced", plane_budget="1GB")
+
+
+_LOST = """
+import torch
+import hf_mlspec
+from test_streamed_planes import DEVICE, OPTIONS, budget_of, demo, source_of
+from hf_mlspec.routing.plane_store import PlaneError
+
+model = demo()
+budget = budget_of(model, 0.8)
+hf_mlspec.stream_planes(model, budget)
+ids, source = torch.arange(5, 45, device=DEVICE)[None], source_of(model)
+wanted = model.generate(ids, assistant_models=["planes4"], **OPTIONS)
+
+def begin_to_fetch():
+    source.reset()
+    source.expect(next(own.linear for own in source.layers if own.kept < own.low), 8)
+    return source.layers[next(iter(source._waiting))].linear
+
+linear = begin_to_fetch()
+x = torch.zeros(1, 1, linear.in_features, device=DEVICE, dtype=torch.bfloat16)
+torch._assert_async(torch.zeros((), device=DEVICE))  # between the fetch and its use
+try:
+    linear.at_rows(x, [8])
+    torch.cuda.synchronize()
+except RuntimeError as error:  # torch's or ours: the host may be ahead of the device
+    print(type(error).__name__)
+else:
+    print("WRONG: the device is there")
+for _ in range(2):
+    try:
+        begin_to_fetch()
+    except PlaneError as error:
+        print("told:", error)
+for call in (lambda: model.generate(ids, assistant_models=["planes4"], **OPTIONS), lambda: model(ids)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(type(error).__name__)
+    else:
+        print("WRONG: a call had an answer")
+hf_mlspec.clear(model)
+assert not any(vars(source.counts).values()), source.counts
+assert sorted(source._free) == list(range(source.slots))
+source.close()
+print("closed")
+"""
+
+
+def test_a_device_that_is_lost_between_a_fetch_and_its_use_is_an_error_and_nothing_leaks():
+    here = Path(__file__).parent
+    paths = str(here.parents[1]), os.environ.get("PYTHONPATH", "")
+    done = subprocess.run(
+        [sys.executable, "-c", _LOST], cwd=here, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == ["closed"], done.stdout + done.stderr
+    assert "WRONG" not in done.stdout
+    told = [line for line in lines if line.startswith("told: cuda:0, which holds planes of this model, was lost (")]
+    assert len(told) == 2, done.stdout

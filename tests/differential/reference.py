@@ -21,6 +21,7 @@ from .worlds import World
 
 _TIMES = 4.0  # the error of the modules at this position, in its largest logit
 _LEAST = {"bfloat16": 2.0**-7, "float32": 2.0**-18, "float64": 2.0**-18}  # of the largest logit
+_DRAWS = 96  # of logits within that error
 _LEAST_WITH_STATES = 2.0**-12  # of models whose modules compute states in float32, whatever they are in
 
 
@@ -63,7 +64,7 @@ def judge(
                 error = _error(world, ids, logits, first, exact)
             if not bool(firm[place]) and not exact:
                 verdict.ties += 1  # a rounding error sends a token to other experts
-            elif _may_be_chosen(ask, logits[place], float(error[place]), token, best, rest):
+            elif may_be_chosen(ask, logits[place], float(error[place]), token, best, rest):
                 verdict.ties += 1
             else:
                 gap = float(logits[place, best] - logits[place, token])
@@ -106,13 +107,16 @@ def _error(world: World, ids: Tensor, logits: Tensor, first: int, exact: bool) -
     return torch.maximum(_TIMES * (own - logits).abs().amax(dim=-1), least)
 
 
-def _may_be_chosen(ask: dict, logits: Tensor, error: float, token: int, best: int, rest: tuple) -> bool:
-    """Whether logits that are no further than `error` from these give `token`."""
+def may_be_chosen(ask: dict, logits: Tensor, error: float, token: int, best: int, rest: tuple) -> bool:
+    """Whether logits that are no further than `error` from these give `token`: those that favour it, and, as what
+    filters leave in may turn on any of them (typical_p), some that are drawn."""
     nearer = logits.clone()
     nearer[token] += error
     nearer[best] -= error
-    if chosen(ask, nearer, *rest) == token:
-        return True
     lower = logits - error
     lower[token] = logits[token] + error
-    return chosen(ask, lower, *rest) == token
+    if any(chosen(ask, near, *rest) == token for near in (nearer, lower)):
+        return True
+    draw = torch.Generator().manual_seed(token)
+    signs = torch.randint(-1, 2, (_DRAWS, len(logits)), generator=draw, dtype=logits.dtype)
+    return any(chosen(ask, logits + error * own, *rest) == token for own in signs)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 import pytest
+import torch
 
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from tests.differential import case as cases
@@ -18,7 +19,7 @@ from tests.differential import runs, twins
 from tests.differential.case import draw, run
 from tests.differential.interrupts import Bomb
 from tests.differential.machine import run_machine
-from tests.differential.reference import judge
+from tests.differential.reference import chosen, judge, may_be_chosen
 from tests.differential.shrink import shrunk
 from tests.differential.threads import traffic
 from tests.differential.worlds import FORMATS, NAMES, draw_world, world_of
@@ -106,6 +107,16 @@ def test_a_chain_that_writes_something_else_is_seen(monkeypatch):
 
     monkeypatch.setattr(cases.CaseRun, "_generate", off_by_one)
     assert run(CASE).word == "wrong"
+
+
+def test_a_tie_may_turn_on_what_a_filter_leaves_in():
+    """Which tokens are typical follows from all logits: to move these two does not show it."""
+    ask = {"sample": 3, "temperature": 1.0, "top_k": 0, "typical_p": 0.6}
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
+    rest = [1], 0, 7, 0, 1
+    assert chosen(ask, logits, *rest) == 0
+    assert may_be_chosen(ask, logits, 0.05, 6, 0, rest)
+    assert not may_be_chosen(ask, logits, 1e-6, 6, 0, rest)
 
 
 def test_a_failure_is_shrunk_to_what_it_needs():

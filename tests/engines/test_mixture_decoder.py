@@ -400,10 +400,10 @@ def test_what_no_decoder_reads_runs_by_module_and_is_named(caplog):
     model = random_model("olmoe", torch.float32, clip_qkv=3.0)
     with pytest.raises(UnknownArchitecture, match=r"its config says clip_qkv=3\.0, and the compiled decoder has none"):
         CpuDecoder(model)
-    half = random_model("mixtral", torch.float32)
-    half.get_submodule(LAYER).experts.half()
-    with pytest.raises(UnknownArchitecture, match=r"its experts' gate_up_proj is torch.float16; the compiled decoder"):
-        CpuDecoder(half)
+    wide = random_model("mixtral", torch.float32)
+    wide.get_submodule(LAYER).experts.double()
+    with pytest.raises(UnknownArchitecture, match=r"its experts' gate_up_proj is torch.float64; the compiled decoder"):
+        CpuDecoder(wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,8 @@ from eval.bench_calibration import __main__ as program
 def test_a_shape_is_reckoned_from_one_more_block(tmp_path):
     out = tmp_path / "rows.jsonl"
     shape = ["--shape", "tiny-2x512", "--samples", "2", "--tokens", "64"]
-    words = [sys.executable, "-m", "eval.bench_calibration", *shape, "--methods", "rtn", "gptq", "--json", str(out)]
+    words = [sys.executable, "-m", "eval.bench_calibration", *shape, "--methods", "rtn", "gptq", "--json", str(out),
+             "--work-folder"]  # fmt: skip
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout  # memory of its own
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["method"], row["blocks"]) for row in rows] == [("rtn", 2), ("gptq", 2)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
+import threading
 
 import pytest
 from programs import program
@@ -47,3 +50,21 @@ def test_a_stream_is_no_server_to_soak(bench, capsys):
     with pytest.raises(SystemExit):
         bench.parse(["--soak", "3", "--only", "stream"])
     assert "--soak asks servers, and 'stream' is none" in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_soak_with_what_came_so_far(bench, monkeypatch):
+    from eval.bench_serve import soak
+
+    async def answered(port, model, prompt, limit, seen, number):
+        await asyncio.sleep(0.01)
+        seen.texts[0], seen.tokens[0] = "right", limit
+
+    monkeypatch.setattr(soak, "one_answer", answered)
+    ended = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    ended.start()
+    found = soak.soak(os.getpid(), 0, "", [("a", 3)], ["right"], 2, 60.0)
+    ended.join()
+    assert 0.3 < found.seconds < 30
+    assert found.asked == found.answered > 0
+    assert (found.wrong, found.failed) == (0, [])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 import pytest
 import torch
 
-from eval.routing.table import System, accuracy, items_of, main, tasks_of, windows_of
+from eval.routing.table import (
+    System,
+    accuracy,
+    items_of,
+    main,
+    questions_of,
+    right_numbers,
+    tasks_of,
+    windows_of,
+    worked,
+)
 
 
 @pytest.mark.slow
@@ -71,6 +82,41 @@ def test_tasks_are_those_whose_files_are_there(tmp_path):
     assert list(found) == ["piqa", "winogrande", "arc_easy", "hellaswag"]
     assert [items[0].gold for items in found.values()] == [1, 0, 1, 2]
     assert len(found["hellaswag"][0].answers) == 4
+
+
+class Writer:
+    """Writes an answer of its own behind any question."""
+
+    def __init__(self, answer):
+        self.answer = torch.tensor([[ord(one) for one in answer]])
+
+    def generate(self, ids, **how):
+        return torch.cat([ids, self.answer[:, : how["max_new_tokens"]]], 1)
+
+
+class Letters(Words):
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids.tolist()))
+
+
+def test_answers_to_questions_are_right_where_their_last_number_is(tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    items = [{"question": f"{n} and 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(3)]
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, items)))
+    assert questions_of(str(tmp_path), Letters(), 0) == []
+    found = questions_of(str(tmp_path), Letters(), 2)
+    assert [own.written for own in found] == ["It is 1.\n#### 1", "It is 2.\n#### 2"]
+    assert found[0].ids == [ord(one) for one in "Question: 0 and 1?\nAnswer:"]
+    assert found[0].answer[:4] == [ord(one) for one in " It "]
+    args = argparse.Namespace(device=torch.device("cpu"), answer_tokens=16)
+    for answer, share in ((" so 2", 0.5), (" no number", 0.0), (" 1 Question: 2", 0.5), (" 7", 0.0)):
+        assert right_numbers(System("made up", Writer(answer)), found, Letters(), args) == share
+
+    class Fixed(System):
+        def nats(self, rows, query):
+            return torch.tensor([float(rows.shape[1] - query) * 2.0])
+
+    assert worked(Fixed("made up", None), found, torch.device("cpu")) == pytest.approx(math.exp(2))
 
 
 def test_a_text_without_a_window_is_named():

@@ -38,6 +38,30 @@ def test_a_toy_is_trained_saved_and_measured(tmp_path, capsys):
     assert f"--out {out} exists: name a new folder" in capsys.readouterr().err
 
 
+def test_a_mixture_is_saved_before_the_dense_model_takes_a_step(tmp_path, monkeypatch, capsys):
+    program, out = part("__main__"), tmp_path / "toy"
+    command = ["--smoke", "--steps", "2", "--device", "cpu", "--out", str(out)]
+    steps, seen = program.train, []
+
+    def cut(model, *rest):
+        seen.append(model.config.num_local_experts)
+        if len(seen) == 2:
+            raise ValueError("the machine is gone")
+        return steps(model, *rest)
+
+    monkeypatch.setattr(program, "train", cut)
+    assert program.main(command) == 2
+    assert seen == [8, 1]
+    report = json.loads((out / "training.json").read_text())
+    assert ("mixture" in report, "dense" in report, len(report["routing"]["layers"])) == (True, False, 2)
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_local_experts == 8
+    alone = tmp_path / "alone"
+    assert program.main([*command[:-1], str(alone), "--mixture-only"]) == 0
+    assert seen == [8, 1, 8]
+    assert "dense" not in json.loads((alone / "training.json").read_text())
+    assert "dense" not in capsys.readouterr().out
+
+
 def test_all_experts_are_what_the_module_computes():
     mixture = part("mixture")
     model = mixture.new_model(mixture.config_of(mixture.SMOKE, 96, 0, 1), "cpu").double().eval()

@@ -223,7 +223,8 @@ def test_float16_overflow_in_a_draft(do_sample):
         level.lm_head.weight *= 3e4
     target = tiny(dtype=torch.float16)
     with pytest.raises(FloatingPointError, match=r"overflows in torch.float16"):
-        target.generate(**INPUTS, max_new_tokens=5, do_sample=do_sample, assistant_models=[level])
+        target.generate(**INPUTS, max_new_tokens=5, do_sample=do_sample, assistant_models=[level],
+                        speculation_config={"engine": "modules"})
 
 
 def test_a_linear_that_cannot_be_cast_stays_and_is_named():

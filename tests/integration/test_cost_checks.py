@@ -71,6 +71,22 @@ def test_costs_that_were_measured_beside_a_load_are_measured_anew(model, cache, 
     assert call(model) == expected
 
 
+def test_costs_that_are_too_low_time_after_time_are_measured_anew(model, cache, timed):
+    """Once a slower pass may well be another program's doing."""
+    call(model)
+    seen = ((100.0, 0.008, 0.004), (1000.0, 0.004, 0.004), (1e4, 0.007, 0.004), (1e5, 0.009, 0.004),
+            (1e6, 0.008, 0.007))  # fmt: skip
+    for clock, passes, kept in seen:
+        timed.update(clock=clock, seconds=passes)
+        expected = call(model)
+        assert kept_seconds(model, cache) == ({kept}, {kept}), clock
+    assert (timed["checked"], timed["measured"]) == (10, 4)
+    assert call(model) == expected
+    timed.update(clock=1e7, seconds=0.003)
+    call(model)
+    assert kept_seconds(model, cache) == ({0.003}, {0.003})
+
+
 @pytest.mark.parametrize("seconds", [0.004, 0.0035, 0.1])
 def test_costs_that_are_no_less_stay(model, cache, timed, seconds):
     call(model)

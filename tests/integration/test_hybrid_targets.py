@@ -233,3 +233,35 @@ def test_a_level_of_more_layers_than_the_one_above_it_has_a_cache_of_its_own(kin
     )
     assert torch.equal(found, alone)
     assert all(level.drafted for level in hf_mlspec.last_stats(model).levels)
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+@pytest.mark.parametrize("form", ["mamba2", "mamba2-whole-norm"])
+def test_a_draft_model_without_attention_keeps_states_of_its_own(form, engine):
+    """Neither it nor the cast above it has keys and values: that both have none does not make their rows one."""
+    model = random_model(form, torch.bfloat16)
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in draft.parameters():  # it agrees in a part of the tokens
+            parameter.add_(parameter.std() * torch.randn_like(parameter) * 0.2)
+    options = {**prompts([1, 9, 20]), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    settings = {"engine": engine, "num_draft_tokens": 3}
+    alone, found = (
+        model.generate(**options, assistant_models=below, speculation_config=settings)
+        for below in ([], ["mxfp4", draft])
+    )
+    assert torch.equal(found, alone)
+    assert all(0 < level.accepted < level.drafted for level in hf_mlspec.last_stats(model).levels)
+
+
+@pytest.mark.parametrize("kind", ["granite-hybrid", "qwen3.5"])
+def test_an_early_exit_in_front_of_the_first_attention_drafts(kind):
+    model = random_model(kind, torch.bfloat16, hidden_size=64)
+    options = {**prompts([1, 9]), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    alone, found = (
+        model.generate(**options, assistant_models=below, speculation_config={**DRAFTS, "engine": "modules"})
+        for below in ([], ["early_exit:1"])
+    )
+    assert torch.equal(found, alone)
+    assert hf_mlspec.last_stats(model).levels[0].drafted

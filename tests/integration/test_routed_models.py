@@ -10,17 +10,26 @@ from dataclasses import replace
 import pytest
 import torch
 from models import prompts, tiny
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec.engines.choose import built_decoder
+from hf_mlspec.engines.cuda.adapted import AdaptedLinear
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
 from hf_mlspec.routing import compiled_engine
 from hf_mlspec.routing.blocks import blocks_of
-from hf_mlspec.routing.compiled_engine import _KEPT, ORDERED, OTHER_BLOCKS, RoutedCudaEngine, why_not_compiled
+from hf_mlspec.routing.compiled_engine import (
+    _KEPT,
+    ADAPTED,
+    ORDERED,
+    OTHER_BLOCKS,
+    RoutedCudaEngine,
+    why_not_compiled,
+)
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
@@ -231,7 +240,21 @@ def test_a_decoder_whose_blocks_are_others_is_refused_with_the_reason(model):
     assert why_not_compiled(model, decoder) == ORDERED
     decoder._layers[0] = replace(layer, o=layer.gate_up)
     assert why_not_compiled(model, decoder) == OTHER_BLOCKS
+    decoder._layers[0] = replace(layer, o=AdaptedLinear(layer.o, *torch.zeros(3, 1, 1)))
+    assert why_not_compiled(model, decoder) == ADAPTED
     decoder._layers[0] = layer
+
+
+def test_adapters_beside_planes_change_no_name_of_a_block(model):
+    names = [list(block.linears) for block in blocks_of(model)]
+    mlp = model.model.layers[0].mlp
+    holder = nn.Module()
+    holder.base_layer = mlp.up_proj
+    mlp.up_proj = holder
+    try:
+        assert [list(block.linears) for block in blocks_of(model)] == names
+    finally:
+        mlp.up_proj = holder.base_layer
 
 
 @pytest.mark.parametrize("engine", [None, "modules", "cuda"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from heads import write_head
 from models import EOS, alone, letters, near, prompts, refused, tiny, together
+from transformers import GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
 
 import hf_mlspec
 from hf_mlspec import (
@@ -169,6 +170,18 @@ def test_targets_that_cannot_check_a_tree_are_refused():
         COMPILED.generate(**prompts([5]), max_new_tokens=5, **how)
 
 
+@pytest.mark.parametrize(("kind", "why"), [("gptj", "runs row by row"), ("mamba", "keeps a state")])
+def test_why_a_target_goes_through_rows_alone(kind, why):
+    settings = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "n_positions": 64}
+    if kind == "gptj":
+        target = GPTJForCausalLM(GPTJConfig(**settings, n_inner=32)).eval()
+    else:
+        target = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)).eval()
+    with pytest.raises(ValueError, match=f"checked by the target, which {why}: it goes through rows alone"):
+        target.generate(**prompts([5]), max_new_tokens=5, assistant_models=["lookups"],
+                        speculation_config={"tree": [2]})  # fmt: skip
+
+
 def test_traces_tell_of_rows():
     with pytest.raises(ValueError, match=r"tree is \[2\]: a trace tells of drafts that are rows; leave tree out"):
         record_trace(TARGET, None, [[1, 2]], ["lookups"], max_new_tokens=2, speculation_config={"tree": [2]})
@@ -176,6 +189,8 @@ def test_traces_tell_of_rows():
 
     with pytest.raises(ValueError, match=r"level lookups has widths \[2\]: a trace tells of drafts that are rows"):
         record_trace(TARGET, None, [[1, 2]], [LookupTree([NGram()], [2])], max_new_tokens=2)
+    with pytest.raises(ValueError, match="is to check a tree and a trace tells of drafts that are rows: draft rows"):
+        record_trace(TARGET, None, [[1, 2]], [Siblings()], max_new_tokens=2)
 
 
 def test_padding_beside_a_tree_changes_no_rotation():

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lora import add_lora
+from ranks import require_parts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -78,16 +79,28 @@ def test_each_process_casts_its_part(tiny_model, mesh):
         cast.state_dict()
 
 
+@pytest.mark.parametrize("word", ["int3", "ternary"])
+def test_each_process_casts_its_part_to_bit_planes(tiny_model, mesh, word):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    whole = direct_cast(tiny_model("llama", **sizes), word)
+    cast = direct_cast(split(tiny_model("llama", **sizes), mesh, PLAN), word)
+    for own, expected in zip(cast.model.layers, whole.model.layers, strict=True):
+        own, expected = own.self_attn, expected.self_attn
+        assert torch.equal(own.q_proj.dequantized(), expected.q_proj.dequantized()[64:])
+        assert torch.equal(own.o_proj.dequantized(), expected.o_proj.dequantized()[:, 64:])
+        x = torch.randn(2, 3, 128)
+        assert torch.equal(own.q_proj(x), expected.q_proj(x)[..., 64:])
+        assert own.q_proj.at_rows(x, [1, 2]).shape == (2, 3, 64)
+
+
 def test_parts_of_blocks_are_refused_with_both_numbers(tiny_model, mesh):
     model = split(tiny_model("llama"), mesh, {"model.layers.*.mlp.down_proj": "rowwise"})
     with pytest.raises(ValueError, match=r"mlp\.down_proj has 96 inputs, 48 on each of 2 processes, which blocks"):
         direct_cast(model)
 
 
-def test_other_formats_and_styles_are_refused(tiny_model, mesh):
+def test_other_styles_are_refused(tiny_model, mesh):
     model = split(tiny_model("llama"), mesh, PLAN)
-    with pytest.raises(ValueError, match="int3 layers stay whole, and the model is sharded"):
-        direct_cast(model, "int3")
     model._tp_plan = {**PLAN, "model.layers.*.self_attn.q_proj": "packed_colwise"}
     with pytest.raises(ValueError, match="q_proj is sharded as packed_colwise, known are colwise"):
         direct_cast(model)
@@ -150,9 +163,9 @@ def test_chains_of_a_shared_model_write_what_it_writes_alone():
     done = started()
     assert done.returncode == 0, done.stderr
     found = told(done)
-    for name in ("alone", "stock", "cast", "draft", "both", "exit", "sampled", "packed", "passes"):
+    for name in ("alone", "stock", "cast", "draft", "both", "exit", "int3", "sampled", "packed", "passes"):
         assert found[name][0] == found[name][1], name
-    for name in ("stock", "cast", "draft", "both", "exit"):
+    for name in ("stock", "cast", "draft", "both", "exit", "int3"):
         assert found[name] == found["alone"], name
     assert found["engine"] == ["cpu", "cpu"]  # the compiled decoder
     assert all(chain == found["alone"] for chain in (*found["together"], *found["device"]))
@@ -179,30 +192,11 @@ def test_experts_and_nested_weights_are_shared_and_all_raise_where_one_process_f
     done = started("parts-and-fails")
     assert done.returncode == 0, done.stderr
     found = told(done)
-    require_parts(found["parts"])
-    require_failures(found["fails"])
-
-
-def require_parts(found: dict) -> None:
-    for name in ("mixtral", "qwen3_moe"):
-        own = found[name]
-        assert own["engine"] == ["cpu", "cpu"]
-        assert own["alone"][0] == own["alone"][1]
-        for chain in ("stock", "cast", "together", "device"):
-            assert own[chain] == own["alone"], (name, chain)
-    assert found["mixtral"]["packed experts"] == [2, 2]
-    assert found["qwen3_moe"]["packed experts"] == [1, 1]  # the other layer has an MLP
-    for name, kinds in (("nested", ["NestedLinear"]), ("nested mixture", ["NestedExperts", "NestedLinear"])):
-        own = found[name]
-        assert own["engine"] == ["cpu", "cpu"]
-        assert own["kinds"] == [kinds, kinds]
-        assert own["alone"][0] == own["alone"][1]
-        for chain in ("exact", "nested", "nested+mxfp4", "mxfp4", "together"):
-            assert own[chain] == own["alone"], (name, chain)
-        assert own["drafted"][0] == own["drafted"][1] > 0
+    require_parts(found["parts"], "cpu")
     assert "up_proj.weight holds 1 NaN or Inf" in found["nan on one"][1]
     assert found["nan on one"][0].startswith("RankFailed: rank 1 of 2 that share the model failed: ValueError: nest:")
     assert found["as before"] == [True, True]
+    require_failures(found["fails"])
 
 
 def require_failures(found: dict) -> None:

@@ -8,7 +8,7 @@ from routed import pair, queries
 
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import average_bits, blocks_of
-from hf_mlspec.routing.mixing import Mixture, Prefixes
+from hf_mlspec.routing.mixing import Mixture, Prefixes, likeliest
 from hf_mlspec.routing.passes import Routed, at_widths
 from hf_mlspec.routing.router import Router
 from hf_mlspec.routing.training import RouterRecipe, price_for, train_router
@@ -49,6 +49,39 @@ def test_gradients_of_a_mixture_are_those_of_the_formula():
     for own, other in zip(torch.autograd.grad(y, (x, p), grad), torch.autograd.grad(wanted, (x, p), grad),
                           strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_likeliest_is_read_with_the_gradient_of_the_mixture():
+    scores = torch.tensor([[0.1, 2.0, 2.0], [3.0, 0.0, 1.0]], requires_grad=True)
+    values = torch.randn(3)
+    hard = likeliest(torch.softmax(scores, -1))
+    assert hard.tolist() == [[0, 1, 0], [1, 0, 0]]
+    wanted = torch.autograd.grad((torch.softmax(scores, -1) @ values).sum(), scores)[0]
+    torch.testing.assert_close(torch.autograd.grad((hard @ values).sum(), scores)[0], wanted)
+
+
+def test_hard_steps_see_the_loss_of_the_choices_themselves():
+    dense, model = pair()
+    samples, blocks = queries(4, 12), blocks_of(model)
+    recipe = RouterRecipe(4.5, **FAST | {"steps": 4, "hard_share": 0.5})
+    assert [recipe.is_hard(step) for step in range(4)] == [False, False, True, True]
+    assert recipe.temperature(3) == recipe.temperatures[0] > recipe.temperature(1)
+    found = train_router(model, dense, samples, recipe)
+    assert len(found.steps) == 4
+    router = found.router
+    for own in router.of:
+        torch.nn.init.normal_(own.outer.weight)
+    mixture = Mixture(router, blocks, Prefixes(blocks, router.widths))
+    mixture.hard = True
+    with torch.no_grad():
+        with mixture.over(model, [6] * 4):
+            mixed = model(input_ids=samples).logits
+        with Routed(router, blocks, [6] * 4).over(model) as routed:
+            wanted = model(input_ids=samples).logits
+    assert {p.max().item() for p in mixture.probabilities.values()} == {1.0}
+    bits = [average_bits(list(row), blocks) for row in zip(*routed.widths, strict=True)]
+    assert mixture.bits().tolist() == pytest.approx(bits)
+    assert _kl(mixed, wanted) < 1e-4
 
 
 def test_training_learns_and_meets_the_target():
@@ -132,6 +165,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     (RouterRecipe(4.5), (4, 1), "samples of 1 tokens"),
     (RouterRecipe(4.5), (0, 8), "samples of 0 tokens"),
     (RouterRecipe(4.5, steps=0), (4, 8), "steps is 0"),
+    (RouterRecipe(4.5, hard_share=1.5), (4, 8), r"hard_share is 1\.5, .*give 0 to 1"),
     (RouterRecipe(4.5, temperatures=(0.1, 1.0)), (4, 8), "temperatures are"),
 ])  # fmt: skip
 def test_bad_recipes_are_refused(recipe, samples, words):

@@ -5,6 +5,8 @@ On the CPU a round runs as it would be captured; tests/cuda/test_joining_rows.py
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from serving import CHAINS, Levels, Serving, alone, captured_loop
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import reading
 from hf_mlspec.speculation.rounds.chain import CapturedChain
+from hf_mlspec.speculation.rounds.program import RoundLevel, RoundProgram
 from hf_mlspec.speculation.rounds.rounds import NoRoom
 
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -73,9 +76,9 @@ def test_a_row_in_the_place_of_another_keeps_what_they_have_in_common(monkeypatc
         del fed[:]
         row = [*shots, 9, 9]
         loop.replace([0], [list(row)], [20], [2])
-        assert fed == [(31 - 29, 1)]  # of the target, whose cache knows the examples
+        assert not fed  # until its first round begins
         loop.round()
-        assert fed == [(31 - 29, 1), (31, 1)]  # and of the draft
+        assert fed == [(31 - 29, 1), (31, 1)]  # of the target, whose cache knows the examples, and of the draft
         while going := loop.round():
             loop.select(going)
         assert serving.written[2] == alone(row, 20, 2)
@@ -138,3 +141,12 @@ def test_rows_leave_and_join_until_the_places_shrink_and_grow_again():
             expected = alone(prompts[number], 40, number)
             assert tokens == (expected if number > 4 else expected[: len(tokens)])
         assert len(serving.written[6]) == 40
+
+
+def test_layers_that_keep_a_state_are_captured_like_others():
+    """Else a plan of recurrent levels would seem to be captured in no time."""
+    target, draft = (SimpleNamespace(num_layers=attention, num_recurrent=recurrent)
+                     for attention, recurrent in ((2, 6), (0, 3)))  # fmt: skip
+    levels = [RoundLevel(name, decoder, True, None, 16, most=4) for name, decoder in (("t", target), ("d", draft))]
+    assert RoundProgram(levels[:1], active=(), steps=1).layers == 8
+    assert RoundProgram(levels).layers == 8 + 4 * 3

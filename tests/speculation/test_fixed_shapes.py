@@ -122,11 +122,9 @@ def test_rounds_wait_to_be_learned_of_until_a_choice_or_the_end_of_the_loop():
     assert len(made._untold.rounds) == 3
     assert made._memory.capturing > spent  # what captures may cost does not wait
     chain = Chain(SimpleNamespace())
-    chain.planning = SimpleNamespace(controller=made)
+    chain.planning = SimpleNamespace(end=made.settle)
     chain.learn()
     assert not made._untold.rounds
-    chain.planning.controller = None  # nothing has been chosen yet
-    chain.learn()
 
 
 def test_credit_does_not_capture_what_gains_little_in_this_call():

@@ -99,3 +99,12 @@ def test_a_time_that_is_none_is_an_error(name, said):
     told = PassCosts((1,), (1.0,), (0.0,)).to_dict()
     with pytest.raises(ValueError, match=r"measured at|convert|float"):
         PassCosts.from_dict({**told, name: said})
+
+
+def test_costs_of_many_tokens_are_as_much_less_as_those_that_were_timed_again():
+    """What else ran at the time was in all of them; none is thought to be less than one of fewer tokens."""
+    kept = PassCosts((1, 8, 32, 128), (4.0, 6.0, 16.0, 60.0), (0.0,) * 4, attention=0.5)
+    scaled = kept.scaled(PassCosts((1, 8, 32), (2.0, 3.0, 4.0), (0.0,) * 3))
+    assert (scaled.seconds, scaled.attention) == ((4.0, 6.0, 15.0, 15.0), 0.125)
+    slower = kept.scaled(PassCosts((1, 32), (2.0, 50.0), (0.0,) * 2))
+    assert slower == kept

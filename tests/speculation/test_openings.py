@@ -39,6 +39,18 @@ def test_other_levels_are_questioned_soon():
     assert openings.begin(("other",)) is None
 
 
+def test_what_is_hardly_worse_than_another_choice_stays():
+    """Two plans that are as good would else take turns, and each turn is a choice."""
+    openings = Openings()
+    openings.learn(("alike",), choice(FOUR), 0.001)
+    for over, plan, patience in ((1.02, FOUR, 2), (1.0, FOUR, 4), (1.05, OFF, 1)):
+        found = choice(OFF)
+        found.over_usual = over
+        openings.learn(("alike",), found, 0.001)
+        assert (openings.usual(("alike",)), openings.patience(("alike",))) == (plan, patience)
+    assert openings.usual(None) is None
+
+
 def test_a_doubt_is_of_one_kind_of_call_or_of_all():
     openings = Openings()
     for like in (("a",), ("b",)):
@@ -56,6 +68,26 @@ def test_what_a_call_does_to_its_choice_stays_its_own():
     openings.learn(("alike",), choice(FOUR), 0.001)
     openings.begin(("alike",)).limits[0] = 1
     assert openings.found["alike",].choice.limits == [4]
+
+
+def test_what_is_chosen_again_and_again_is_questioned_later():
+    """In a call that begins with it, too; "off", which tells nothing of levels, sooner, and at once what brought less.
+    """
+    openings, patience = Openings(), []
+    for _ in range(5):
+        openings.learn(("alike",), choice(FOUR), 0.001)
+        patience.append(openings.patience(("alike",)))
+    assert patience == [1, 2, 4, 8, 8]
+    openings.agree(("alike",), choice(OFF))
+    assert openings.patience(("alike",)) == 1
+    openings.agree(("alike",), choice(FOUR))
+    assert openings.patience(("alike",)) == 2
+    openings.doubt(("alike",))
+    assert openings.patience(("alike",)) == openings.patience(("other",)) == 1
+    openings.agree(("other",), choice(FOUR))  # nobody has begun with anything
+    for _ in range(5):
+        openings.learn(("off",), choice(OFF), 0.001)
+    assert openings.patience(("off",)) == 4
 
 
 class Level:
@@ -80,6 +112,8 @@ class Told:
         self.rounds, self.rested, self.choice, self.chosen = [], [], choice(OFF), 0
 
     def start(self, rows): ...
+
+    def settle(self): ...
 
     def select(self, keep):
         self.kept = keep
@@ -136,6 +170,31 @@ def test_a_short_call_makes_no_controller(steered):
         assert asked == [first.most] * 10
         assert made == []
         assert stats.of_plan("level 4" if first.active else "off").rounds == 10
+
+
+def test_a_settled_plan_is_kept_for_more_rounds(steered):
+    steering, made, openings = steered(FOUR)
+    openings.found[1, 7, 4, False].agreed = 1
+    assert rounds(steering, 20, accepted=4)[0] == [4] * 20
+    assert made == []
+    asked, _ = rounds(steering, 2, accepted=4)
+    assert [one.chosen for one in made] == [1]
+    assert asked == [0, 0]
+    assert openings.patience((1, 7, 4, False)) == 1  # it chose "off"
+
+
+def test_what_a_call_did_without_a_controller_is_told_to_the_next_one(steered):
+    steering, made, openings = steered(FOUR)
+    rounds(steering, 3, accepted=2)
+    steering.end()
+    assert made == []
+    after = Steering(steering.make, [Level()], [None], Target(), openings=openings)
+    after.start(1)
+    rounds(after, 12, accepted=4)  # no call begins with an earlier choice twice: it chooses at once
+    assert [(plan, limits, accepted) for plan, limits, _, accepted, _ in made[0].rounds[:3]] == [(FOUR, [4], [2])] * 3
+    assert openings.untold is None
+    after.end()
+    assert openings.untold is None  # it had a controller
 
 
 def test_a_long_call_chooses_and_tells_of_what_it_did_before(steered):

@@ -9,6 +9,7 @@ from simulated import costs
 
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.estimates import MOST, Counted, PairEstimate
+from hf_mlspec.speculation.forecast import Forecast
 from hf_mlspec.speculation.memory import LevelCosts
 from hf_mlspec.speculation.plans import Plan, Situation
 
@@ -102,3 +103,52 @@ def test_drafts_longer_than_what_is_told_apart_count_as_so_many():
         one.observe(2 * MOST, 2 * MOST, MOST + 3)
     assert other.observe_all([(2 * MOST, 2 * MOST, MOST + 3, 3)], 0) == (3 * MOST, 3 * MOST)
     assert other == one
+
+
+def test_what_rounds_bring_is_expected_of_the_next_ones():
+    """A text that gets easier as it goes on brings more than its mean; what is chosen by chances stays as it was."""
+    made, again = chosen(1), chosen(1)
+    made.choice.by_chances = again.choice.by_chances = 2.0
+    for one, kept in ((made, [4, 4, 1] * 12), (again, [2] * 36)):
+        for accepted in kept:
+            one._lost = 0.0
+            one.observe([4], [4], [accepted], one.forecast.seconds)
+    assert made.memory.gain(Plan((4, 2)), 1) == pytest.approx(1.4, abs=0.05)  # 108 for 72, beside a prior of 16
+    assert again.memory.gain(Plan((4, 2)), 1) == pytest.approx(1.0)
+    assert made.memory.gain(Plan((0, 2)), 1) == made.memory.gain(Plan((4, 2)), 4) == 1.0
+    assert made.memory.kept().gain(Plan((4, 2)), 1) == made.memory.gain(Plan((4, 2)), 1)
+    made.memory.pairs = again.memory.pairs
+    best, usual = (one.best_of(Situation([100], 10.0, [[0], [0]])) for one in (made, again))
+    assert best.plan == usual.plan
+    expected = 1.0 + made.memory.gain(best.plan, 1) * best.by_chances
+    assert best.forecast.tokens == pytest.approx(expected)
+    assert usual.forecast.tokens == pytest.approx(1.0 + usual.by_chances)
+
+
+def test_a_gain_is_bounded_and_of_whole_rounds_alone():
+    made = chosen(1)
+    made.choice.by_chances = 0.1
+    for _ in range(200):
+        made._lost = 0.0
+        made.observe([4], [4], [4], made.forecast.seconds)
+    assert made.memory.gain(Plan((4, 2)), 1) == 2.0
+    cut = chosen(1)
+    cut.choice.by_chances = 4.0
+    cut.observe([1], [1], [0], cut.forecast.seconds)  # the row ends
+    cut.settle()
+    assert cut.memory.gains == {}
+
+
+def test_a_choice_that_takes_long_is_made_where_as_much_was_lost():
+    """Rounds of microseconds do not wait for a choice whenever two of them bring nothing."""
+    asked = []
+    for took in (0.0, 1.0, 5.0):
+        made = chosen(1)
+        made.choice.forecast = Forecast(4.0, 1e-3, 1e-3)
+        made._took, made._left = took * 1e-3, 100
+        for _ in range(40):
+            made.observe([4], [4], [0], 1e-3)  # .65 of a round is lost
+            asked.append(took)
+            if made._left == 0:
+                break
+    assert [asked.count(took) for took in (0.0, 1.0, 5.0)] == [4, 7, 31]

@@ -1,7 +1,7 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
 from .description import NORMS, Description, Mixture
-from .interpret import CPU, OF_ATTENTION, described, linear_shape, outline, require_format, require_known
+from .interpret import CPU, OF_ATTENTION, as_read, described, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock, has_experts, routing_said
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
@@ -22,6 +22,7 @@ __all__ = [
     "Outline",
     "Rotation",
     "UnknownArchitecture",
+    "as_read",
     "described",
     "grown_positions",
     "has_experts",

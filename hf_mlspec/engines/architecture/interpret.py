@@ -28,7 +28,7 @@ from .families.wrappers import TEXT, WRAPPERS, inside
 from .kinds import rope_kind, rope_kinds, window_of
 from .known import KNOWN
 from .mixture import UnreadExperts, expert_block
-from .parts import Block, Norm, Outline, UnknownArchitecture
+from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
@@ -47,9 +47,10 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     config, entry = text_config(model), described(model)
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
+    stored = table_dtype(table)
     if not isinstance(table, NestedEmbedding):
-        require_format(table.weight, "embedding")
-        table = table.weight.detach()
+        require_format(table.weight, "embedding", halves=decoder == "cpu")
+        table = as_read(table.weight.detach())
     kinds = rope_kinds(entry, config)
     blocks = [
         _block(entry, config, layer, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
@@ -65,7 +66,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     scale = logit_scale(entry, config, head)
     rotary = None if kinds == [UNROTATED] else _part(model, entry.rotary_embedding)
     rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, COLUMNS[entry.rotation])
-    positions = None if entry.position_embedding is None else _positions(entry, model, table.dtype)
+    positions = None if entry.position_embedding is None else as_read(_positions(entry, model, stored))
     return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
 
 
@@ -75,7 +76,7 @@ def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tens
     _require_width(text_config(model), table.shape[1], "embedding of positions")
     if table.dtype != dtype:
         raise UnknownArchitecture(f"its embedding of positions is {table.dtype}, and that of tokens {dtype}")
-    require_format(table, "embedding of positions")
+    require_format(table, "embedding of positions", halves=True)
     return table
 
 
@@ -116,12 +117,17 @@ def _norm(norm: nn.Module, entry: Description, width: int) -> Norm:
     return Norm(scale, None if bias is None else bias.detach().float().contiguous())
 
 
-def require_format(weight: Tensor, name: str) -> None:
-    """UnknownArchitecture unless a dense weight can be read in place."""
-    if weight.dtype not in DENSE:
+def require_format(weight: Tensor, name: str, halves: bool = False) -> None:
+    """UnknownArchitecture unless a dense weight can be read in place, or with `halves` as `as_read` gives it."""
+    if weight.dtype not in DENSE and not (halves and weight.dtype == torch.float16):
         raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
     if not weight.is_contiguous():
         raise UnknownArchitecture(f"its {name} is not contiguous in memory")
+
+
+def as_read(weight: Tensor) -> Tensor:
+    """A dense weight where it lies; of float16, which kernels of the CPU do not multiply, a float32 copy."""
+    return weight.float() if weight.dtype == torch.float16 else weight
 
 
 def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> None:

@@ -11,7 +11,7 @@ from ...formats.mxfp4 import BLOCK
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
 from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, ZIPPER, Experts, Weight
-from ..architecture import ExpertBlock, UnknownArchitecture
+from ..architecture import ExpertBlock, UnknownArchitecture, as_read
 from ..slots import require_experts
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
@@ -52,6 +52,7 @@ def _dense(block: ExpertBlock, key: str) -> Weight:
     weight = getattr(block.experts, key)
     weight = out_major(weight) if block.original.transposed else weight.detach()
     out_features, in_features = block.original.sizes[key]
+    weight = as_read(weight)
     return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=_bias(block, key))
 
 

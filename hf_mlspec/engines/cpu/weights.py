@@ -42,7 +42,7 @@ from ...ops.compiled_decoder import (
 )
 from ...ops.tiles import TILE_OUTPUTS
 from ...ops.zipper import low_group
-from ..architecture import Norm, Rotation, UnknownArchitecture, linear_shape, outline, require_format
+from ..architecture import Norm, Rotation, UnknownArchitecture, as_read, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
 from .experts import read_experts
 
@@ -129,8 +129,8 @@ def read_weight(linear: nn.Module, name: str) -> Weight:
     if isinstance(linear, PackedLinear):
         return _packed(linear, bias, name)
     weight = lay_rows(linear).detach()
-    require_format(weight, name)
-    rotation = rotation_of(linear, name)
+    require_format(weight, name, halves=True)
+    weight, rotation = as_read(weight), rotation_of(linear, name)
     return Weight(_DENSE[weight.dtype], weight, in_features, out_features, bias=bias, rotation=rotation)
 
 

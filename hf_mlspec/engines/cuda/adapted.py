@@ -36,10 +36,6 @@ class AdaptedLinear:
         """``[n, in]`` -> ``[n, out]``, as the linear does, the adapters whatever the bits."""
         return ops.low_rank_added(self.linear(x, bits), x, self.down, self.up, self.first)
 
-    def chosen(self, x: Tensor, widths: Tensor, likely: int = 0) -> Tensor:
-        """The same, every token at the planes that the device has chosen for it. likely: as of `Chosen`."""
-        return ops.low_rank_added(self.linear.chosen(x, widths, likely), x, self.down, self.up, self.first)
-
 
 @torch.no_grad()
 def joined_with_adapters(modules: Sequence[nn.Module], name: str) -> JoinedLinear | AdaptedLinear:

@@ -26,6 +26,7 @@ from ..engine import Capabilities, Guess, Rows
 from ..rows import CachedRows, cache_format_of, first_capacity, row_bytes
 from .attention import Plan, TreePlan, planned
 from .cache import RaggedCache
+from .states import of_layers
 from .tapping import tapping
 
 # Embedding -> rotary -> layers -> norm -> head, nothing else in between, in transformers 5.17 to 5.23.
@@ -85,12 +86,13 @@ class ModuleEngine(CachedRows):
     def bytes_per_token(self) -> int:
         """Of keys and values in all layers, on one device; 0 where the config does not say, and under autocast."""
         config = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None)
-        spread = len(set((getattr(self.model, "hf_device_map", None) or {}).values())) > 1
-        if not isinstance(heads, int) or spread or torch.is_autocast_enabled(self.model.device.type):
+        heads = of_layers(config, "num_key_value_heads")
+        told = all(isinstance(own, int) for own in heads)
+        if not told or is_spread(self.model) or torch.is_autocast_enabled(self.model.device.type):
             return 0
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_hidden_layers * 2 * heads * row_bytes(head_dim, self.dtype, self.cache_format)
+        sizes = [size or config.hidden_size // config.num_attention_heads for size in of_layers(config, "head_dim")]
+        rows = zip(heads, sizes, strict=True)
+        return sum(2 * own * row_bytes(size, self.dtype, self.cache_format) for own, size in rows)
 
     @property
     def bits(self) -> Bits:
@@ -162,7 +164,7 @@ class ModuleEngine(CachedRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             wanted = wanted.clamp(max=tokens.shape[1] - 1)
             window, gather = torch.unique(wanted, return_inverse=True)
-            window, gather = window.to(self.device), gather.to(self.device)
+            window, gather = window.to(index_device(self.model, self.device)), gather.to(self.device)
         positions, last = plan.positions, plan.last(counts)
         if self.num_positions is not None:
             last = min(last, self.num_positions - 1)
@@ -184,6 +186,16 @@ class ModuleEngine(CachedRows):
         return nullcontext() if self._switch is None else self._switch.at(self._bits)
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Whether accelerate put a model's layers on several devices."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
+def index_device(model: nn.Module, device: torch.device) -> torch.device:
+    """Where an index lies that picks from what the last layer gives, wherever that is; device: of the tokens."""
+    return torch.device("cpu") if is_spread(model) else device
+
+
 def _own_forward(model: nn.Module) -> Callable:
     """The model's own forward as (tokens, positions, cache, kept) -> logits."""
     takes_kept = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -191,8 +203,8 @@ def _own_forward(model: nn.Module) -> Callable:
     def forward(tokens: Tensor, positions: Tensor, cache: RaggedCache, kept) -> Tensor:
         options = {}
         if takes_kept:
-            index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
-            options["logits_to_keep"] = index
+            places = torch.arange(tokens.shape[1], device=index_device(model, tokens.device))
+            options["logits_to_keep"] = places[kept] if isinstance(kept, slice) else kept
         out = model(
             input_ids=tokens,
             position_ids=positions,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 STATE_ARGUMENTS = ("past_key_values", "cache_params", "state")  # of a forward, for what it keeps of its row
 _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, of which every slot stays
@@ -27,6 +27,13 @@ _ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer)  # in a lane of ours, o
 _ADD_TERMS = ("DogeForCausalLM", "MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
 _inside = threading.Lock()
 _PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+def of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
+    """An entry of a config for each layer, None where it says nothing. Some configs differ from layer to layer, and
+    refuse to give one number for all (Gemma 4)."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return [getattr(layer, name, None) for layer in layers]
 
 
 def keeps_state(model: nn.Module) -> bool:
@@ -147,7 +154,11 @@ def new_states(model: nn.Module) -> DynamicCache | None:
     """What transformers would start a row with; None where the model makes it by itself."""
     if not model._supports_default_dynamic_cache():
         return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    made = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if made.layers and not any(isinstance(layer, CacheLayerMixin) for layer in made.layers):
+        # An early exit in front of the first attention: masks, which nobody reads there, ask for a layer's length.
+        made.layers.append(DynamicLayer())
+    return made
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from time import monotonic, process_time, time
 
@@ -29,17 +30,21 @@ _FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # age at which kept costs are timed again,
 _FIRST_CAPTURED = 60.0  # the same where passes are captured to be timed, which takes .2 seconds
 _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
 _CHECK_TOKENS = 1, 8  # of a pass: a step, and a check
+_AGAIN, _MOST_AGAIN = 0.3, 32  # of a budget, and tokens of a pass, where costs are measured anew: a call waits for it
+_SLOWER = 3  # times in a row that passes took longer, as of which costs were too low, and no load is the reason
 _BUILDING_SHARE = 0.05  # of what a process has taken may go to building levels whose costs are to be timed again
 
 
 @dataclass
 class Check:
     """When the costs of an engine are timed again, and how long after that once more. disproved: they were, because
-    rounds had shown that they do not hold."""
+    rounds had shown that they do not hold. slower: what was timed the last times in a row, where passes took longer.
+    """
 
     due: float
     wait: float
     disproved: bool = False
+    slower: list[PassCosts] = field(default_factory=list)
 
     @classmethod
     def of(cls, costs: PassCosts, replayed: bool = False, told: bool = True) -> Check:
@@ -132,8 +137,9 @@ def _check(
     engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
     profile: str | os.PathLike | None,
 ) -> None:  # fmt: skip
-    """Where it is due, time passes of few tokens; costs of which one turns out to be less are measured anew, all of
-    them, and each is the least that was ever measured."""
+    """Where it is due, time passes of few tokens; costs of which one turns out to be less are measured anew, and each
+    is the least that was ever measured. Where all take longer, time after time, they are measured anew, too, and what
+    was kept is forgotten."""
     checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
     check = checks.get(key)
     if check is None:
@@ -144,9 +150,16 @@ def _check(
         return
     begin, how = monotonic(), {"prepare": prepare, "replayed": replayed}
     again = measured(engine, budget=0.0, repeats=2, tokens=_CHECK_TOKENS, **how)
-    less = any(one < DISTURBED * kept.of(float(count)) for count, one in zip(again.tokens, again.seconds, strict=True))
-    if less:
-        keep(engine, kept.least(again).least(measured(engine, budget=budget, **how)), target, replayed)
+    ratios = [one / kept.of(float(count)) for count, one in zip(again.tokens, again.seconds, strict=True)]
+    check.slower = [*check.slower, again] if min(ratios) > 1.0 / DISTURBED else []
+    if min(ratios) < DISTURBED:
+        few = [count for count in FEW_TOKENS if count <= _MOST_AGAIN]
+        found = measured(engine, budget=_AGAIN * budget, repeats=2, tokens=few, **how)
+        keep(engine, kept.scaled(found).least(again).least(found), target, replayed)
+    elif len(check.slower) >= _SLOWER:
+        found = measured(engine, budget=budget, **how)
+        keep(engine, reduce(lambda later, one: one.least(later), check.slower, found), target, replayed)
+        check.slower = []
     elif not replayed:
         _hold(engine, kept, target, profile)
     check.again(monotonic() - begin)

@@ -20,7 +20,8 @@ from ..quantizer.checkpoint import require_own_shards
 from ..quantizer.gguf_loading import load_gguf
 from ..quantizer.gpt_oss_loading import is_original_folder, load_original
 from ..quantizer.source_config import is_gguf, loading_options
-from .words import require_no_head
+from .hub import why_not_on_hub
+from .words import is_hub_name, require_no_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of tokenizers -> of GGUF files
@@ -53,20 +54,28 @@ def require_folder(path: str) -> None:
     """ValueError where ``path`` can only be a folder and there is none; a GGUF file passes."""
     if is_gguf(path):
         return
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).is_dir():
+    if not is_hub_name(path) and not Path(path).is_dir():
         raise ValueError(f"model folder {path!r} does not exist; give a folder written by save_pretrained")
 
 
 def require_config(path: str, name: str) -> None:
-    """ValueError, which calls the model `name`, for a folder that holds none; a hub name passes."""
+    """ValueError, which calls the model `name`, for a folder that holds none, or a hub name nobody knows of."""
+    _require_known(path, name)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{name} cannot be loaded as a causal language model: the folder holds no config.json")
+
+
+def _require_known(path: str, name: str) -> None:
+    """ValueError, which calls the model `name`, for a hub name of which nothing can be known."""
+    why = None if Path(path).exists() or not is_hub_name(path) else why_not_on_hub(path)
+    if why is not None:
+        raise ValueError(f"{name} cannot be loaded as a causal language model: {why}")
 
 
 def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transformers.PreTrainedModel:
     """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
     ValueError, in one line, where there is none."""
+    _require_known(path, repr(path))
     require_own_shards(path)
     require_no_head(path)
     try:

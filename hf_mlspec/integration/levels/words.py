@@ -16,6 +16,7 @@ from transformers.utils import cached_file
 from ...formats import FORMATS, casts
 from ...precision import Precision, Spelled, spelled
 from ..quantizer.source_config import is_gguf
+from .hub import why_not_on_hub
 
 _MOST_DIGITS = 9
 SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as one text
@@ -66,8 +67,7 @@ def parse_level(text: str) -> Word:
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
-    hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    if hub_name or _is_there(path):
+    if is_hub_name(path) or _is_there(path):
         return Word("load", path=path, cast=cast)
     words = _words()
     if len(parts := [part for part in SEPARATORS.split(text) if part]) > 1:
@@ -75,6 +75,11 @@ def parse_level(text: str) -> Word:
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a text can be the name of a model on the hub, by its form."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def _is_there(path: str) -> bool:
@@ -113,9 +118,11 @@ def _config_file(path: str) -> Path | None:
     file = Path(path) / "config.json"
     if file.is_file():
         return file
-    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if Path(path).exists() or not is_hub_name(path):
         return None
     if path not in _CONFIGS:
+        if why_not_on_hub(path) is not None:
+            return None  # as below
         quiet = ("missing_entries", "connection_errors", "gated_repo")
         found = cached_file(path, "config.json", **{f"_raise_exceptions_for_{what}": False for what in quiet})
         if found is None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from ...calibration.coding import DAMPING
 from ...calibration.families import feeds_of
 from ...calibration.finished import FinishedBlocks
 from ...calibration.freed import large_apart
+from ...calibration.hidden_states import waiting_states
 from ...calibration.matrices import read_rotations
 from ...calibration.methods import ROW_SCALED, clip_of, format_of, method_for
-from ...calibration.needed import memory_needed, memory_to_rotate, require_disk, require_memory
+from ...calibration.needed import bytes_of_states, memory_needed, memory_to_rotate, require_disk, require_memory
 from ...calibration.pipeline import LayerReport, Plan, calibrate
 from ...calibration.rotation import rotate_ends, turned_inputs
 from ...calibration.samples import require_lengths
@@ -82,7 +83,8 @@ def quantize(
         as in MLSpecConfig. search_bits: activation bits that SmoothQuant's search assumes; None: these, 8 for 16.
     act_order: GPTQ goes through inputs by their size, and layers get the "order" transform. damping: GPTQ's.
     rotations: a file such as SpinQuant's R.bin, that "quarot" takes in place of Hadamard matrices.
-    work_folder: finished blocks are kept there; the same call goes on behind them. format_options: as there.
+    work_folder: finished blocks are kept there; the same call goes on behind them. Of a model on the CPU hidden states
+        wait there, too, in a file that ends with the call. format_options: as there.
 
     The head, embeddings and norms keep their dtype. AWQ and SmoothQuant change norms; "quarot" changes all three, and
     unties the head: casts that share them are to be made anew. The model is saved and loaded as any packed one.
@@ -94,12 +96,11 @@ def quantize(
                                             "search_bits": search_bits, "rotations": rotations})  # fmt: skip
     rows = read_samples(rows_of(calibration, tokenizer, samples, tokens, seed), vocab_size(model), model.device)
     require_lengths(rows, max_positions(model))
-    _require_memory(model, rows, plan)
+    _require_memory(model, rows, plan, states_are_filed(model, work_folder))
     given = given_rotations(rotations)
     record = _record(plan, rows, seed, given)
     begin = time.perf_counter()
-    finished = None if work_folder is None else _finished(model, plan, record, work_folder)
-    layers = _run(model, rows, plan, config, {"seed": seed, **given}, finished)
+    layers = _through_blocks(model, rows, plan, config, {"seed": seed, **given}, record, work_folder)
     record |= _search_clip(model, rows, config) if activation_clip == AUTO else {}
     _attach(model, config, plan, record)
     return Calibrated(plan.method.word, layers, time.perf_counter() - begin, _peak(model.device), record)
@@ -173,8 +174,13 @@ def _kept(model: PreTrainedModel, config: MLSpecConfig, turned: list[str]) -> se
     return kept
 
 
-def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan) -> None:
-    needed = memory_needed(model, rows, plan.method.needs_hessians)
+def states_are_filed(model: PreTrainedModel, work_folder: str | os.PathLike | None) -> bool:
+    """Whether hidden states wait in a file of the work folder: a GPU's would have to be copied."""
+    return work_folder is not None and model.device.type == "cpu"
+
+
+def _require_memory(model: PreTrainedModel, rows: list[Tensor], plan: Plan, filed: bool) -> None:
+    needed = memory_needed(model, rows, plan.method.needs_hessians, filed)
     if plan.method.rotates:  # its head of its own stays
         needed += model.get_output_embeddings().weight.nbytes
         require_memory(memory_to_rotate(model), model.device, "use a method without quarot")
@@ -205,17 +211,25 @@ def keep_in_cache(model: PreTrainedModel, config: MLSpecConfig) -> None:
         attach_quantizer(model, {"format": None, "kv_cache": config.kv_cache})
 
 
-def _finished(
-    model: PreTrainedModel, plan: Plan, record: dict[str, Any], folder: str | os.PathLike
-) -> FinishedBlocks:
-    require_disk(model, folder, plan)
-    return FinishedBlocks(folder, _identity(model, plan, record))
+def _through_blocks(
+    model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
+    record: dict[str, Any], folder: str | os.PathLike | None,
+) -> list[LayerReport]:  # fmt: skip
+    """With what waits in the work folder, if there is one."""
+    if folder is None:
+        return _run(model, rows, plan, config, rotation, None, [])
+    filed = states_are_filed(model, folder)
+    states = bytes_of_states(model, sum(row.numel() for row in rows)) if filed else 0
+    require_disk(model, folder, plan, states)
+    finished = FinishedBlocks(folder, _identity(model, plan, record))
+    with waiting_states(folder if filed else None, states) as hidden:
+        return _run(model, rows, plan, config, rotation, finished, hidden)
 
 
 @large_apart()
 def _run(
     model: PreTrainedModel, rows: list[Tensor], plan: Plan, config: MLSpecConfig, rotation: dict[str, Any],
-    finished: FinishedBlocks | None,
+    finished: FinishedBlocks | None, hidden: MutableSequence[Tensor],
 ) -> list[LayerReport]:  # fmt: skip
     training, blocks, done = model.training, len(blocks_of(model)), 0
     clear(model)  # what was compiled or cast from the dense weights
@@ -231,7 +245,8 @@ def _run(
             if plan.method.rotates and plan.method.reorders:
                 rotation = {**rotation, "residual": stream_order(model.eval(), rows)}
             options = {"progress": progress,
-                       "rotated": rotate_ends(model, **rotation)[1] if plan.method.rotates else None}  # fmt: skip
+                       "rotated": rotate_ends(model, **rotation)[1] if plan.method.rotates else None,
+                       "hidden": hidden}  # fmt: skip
             return calibrate(model.eval(), rows, plan, switch_of(config), finished, **options)
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or out_of_memory(error)):

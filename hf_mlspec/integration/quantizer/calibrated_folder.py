@@ -14,14 +14,15 @@ import torch
 from transformers import PreTrainedModel
 
 from ...calibration.methods import method_for
-from ...calibration.needed import require_disk
+from ...calibration.needed import bytes_of_states, require_disk
+from ...calibration.samples import require_counts
 from ...precision import Precision
 from ..levels.load import read_model, read_tokenizer, require_device, require_folder
 from ..levels.resolve import clear
 from ..request import max_positions
 from ..scoring import token_logprobs
-from .calibrated import Calibrated, keep_in_cache, plan_of, quantize
-from .calibration_request import CHOICES, require_choices
+from .calibrated import Calibrated, keep_in_cache, plan_of, quantize, states_are_filed
+from .calibration_request import CHOICES, SAMPLES, TOKENS, require_choices
 from .calibration_text import token_stream
 from .config import MLSpecConfig
 from .folder import Quantized, bits_per_packed_weight, copy_tokenizer, measure, require_free, require_wide
@@ -68,7 +69,7 @@ def calibrate_folder(
     folder = Path(f"{target.rstrip('/')}.blocks")
     learns = learn and not Path(options["rotations"]).exists()
     plan = plan_of(model, method, config, **{**choices, **({"rotations": None} if learns else {})})
-    require_disk(model, folder, plan, saved=True)
+    require_disk(model, folder, plan, _bytes_of_states(model, folder, options), saved=True)
     how = {"calibration": calibration, "tokenizer": tokenizer, **options}
     learning = _learn(model, config, how) if learns else None
     windows = [] if ids is None else _windows(ids, max_positions(model))
@@ -82,6 +83,13 @@ def calibrate_folder(
     sizes = _saved(model, config, source, target, max_shard_size, begin)
     shutil.rmtree(folder)
     return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows), learning)
+
+
+def _bytes_of_states(model: PreTrainedModel, folder: Path, options: dict[str, Any]) -> int:
+    """Those that wait on the disk."""
+    counts = options.get("samples", SAMPLES), options.get("tokens", TOKENS)
+    require_counts(*counts)
+    return bytes_of_states(model, math.prod(counts)) if states_are_filed(model, folder) else 0
 
 
 def _choices(method: str, config: MLSpecConfig, learn: bool, options: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 _STEP = 16  # tokens; a chunk is a multiple of it
-_SHARE = 1.25  # of a round's time that a chunk may take: a gap of 2.25 rounds, with room for one that takes longer
+_SHARE = 1.0  # of a round's time that a chunk may take: a gap of 2 rounds, with room for one that takes longer
 _ROUNDS = 15  # the last ones, whose median counts
 
 

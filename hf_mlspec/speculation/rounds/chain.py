@@ -25,6 +25,7 @@ from ..draft import Rows
 from ..plans import Plan, off
 from ..search import Choice
 from .graphs import RoundGraphs
+from .openings import Openings
 from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .prompts import PromptGraphs
 from .reading import read
@@ -61,7 +62,8 @@ class CapturedChain:
         self.first_choices: dict[tuple, Choice] = {}  # of calls, see planning.py
         self.agreed: dict[tuple, int] = {}  # how often in a row the same levels were chosen anew for such calls
         self.choosing_seconds = 0.0  # what making a controller and its first choice took in the last call
-        self.unquestioned = 0  # calls that ended before they had chosen
+        self.unquestioned = 0  # calls that ended before they had chosen;
+        self.untold: list[tuple[int, list]] = []  # their rows and rounds, which the next controller is told of
         self.may_wait = 0.05  # seconds that the device may wait for first choices of calls, see planning.py
         alone = off((len(levels) - 1) * (2 if seen else 1))
         self.program = self.program_of(alone) if planned else RoundProgram(levels, *self._sampling)
@@ -71,6 +73,7 @@ class CapturedChain:
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
         self._prompts = {id(one): PromptGraphs(one) for one in self.with_models if streams and one.own_cache}
+        self.openings = Openings(levels[0], self._sampling) if streams else None
 
     @property
     def with_models(self) -> list[RoundLevel]:

@@ -20,6 +20,7 @@ _MOST_SAVED = 0.05  # seconds of it
 _MOST_WAITED = 8  # rounds until the first choice, where the device may wait for it
 _MOST_CALLS = 8  # without one
 _WORTH_CAPTURING = 4.0  # times the seconds of capturing rounds of fewer rows: what they take with more
+_MOST_UNTOLD = 32  # rounds of calls that made no controller, of which the next one learns: more than is remembered
 _IDLE = 5e-5  # seconds between two rounds, until one was launched right behind another
 
 
@@ -127,6 +128,7 @@ class Planning:
         self._ahead = False  # whether the plan of the next round is chosen already
         self._chose = self._waited = False  # since the last launch; the device may have waited for it
         self._rows, self._like = 0, None  # rows of the call, and what tells it from others
+        self._early: list[tuple[Observed, float]] = []  # rounds, until there is a controller
         self._beginning: Situation | None = None  # of the call, until it has chosen
         self._first: Choice | None = None
         self._idle = _IDLE
@@ -134,7 +136,7 @@ class Planning:
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
         self._rows, self.controller, self._ahead, self._like, self._rounds = rows, None, False, None, 0
-        self._early: list[tuple[Observed, float]] = []
+        self._early = []
         self._beginning = None
         self.chain.unquestioned += 1
 
@@ -192,9 +194,29 @@ class Planning:
         self._waited, self._chose = self._chose, False
         self._ahead, self.running = False, self._first if self.controller is None else self.controller.choice
 
+    def end(self) -> None:
+        """The call has ended, or breaks off: let memory know of all rounds, or the next call's controller where this
+        one made none."""
+        if self.controller is not None:
+            self.controller.settle()
+        elif self._early:
+            rounds = sum(len(early) for _, early in self.chain.untold)
+            if rounds < _MOST_UNTOLD:
+                self.chain.untold.append((self._rows, self._early[: _MOST_UNTOLD - rounds]))
+            self._early = []
+
+    def _learn_of_earlier(self) -> None:
+        """Rounds of calls that made no controller."""
+        for rows, early in self.chain.untold:
+            self.controller.rows.start(rows)
+            for round_, seconds in early:
+                self._learn(round_, seconds)
+        self.chain.untold = []
+
     def _made(self) -> FixedController:
         if self.controller is None:
             self.controller, self.chain.unquestioned = self.make(self.graphs), 0
+            self._learn_of_earlier()
             self.controller.start(self._rows)
             if self._first is not None:
                 self.controller.choice = self._first
@@ -207,11 +229,13 @@ class Planning:
         return self.controller
 
     def _learn_first(self, choice: Choice) -> None:
-        """What calls like this one are to begin with."""
+        """What calls like this one are to begin with. "Off" that is found again stays what it was: calls without
+        levels have told of it what they took."""
         agreed, before = self.chain.agreed, self.chain.first_choices.get(self._like)
         same = before is not None and before.plan.active == choice.plan.active
         agreed[self._like] = agreed.get(self._like, 0) + 1 if same else 0
-        self.chain.first_choices[self._like] = choice
+        if not same or choice.plan.active:
+            self.chain.first_choices[self._like] = choice
 
     def give_up(self) -> None:
         """There is no memory to capture what was chosen: the target goes on alone."""

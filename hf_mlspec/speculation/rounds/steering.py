@@ -11,16 +11,16 @@ from ...engines.engine import Engine
 from ...nn.state import say_once
 from ...ops.attention_plain import FIRST_SLOTS
 from ..controller import Controller
-from ..deferred import Built, Deferred, Kind, inside
+from ..deferred import Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
-from ..memory import Openings
-from ..plans import Plan, Situation, worth_a_window
+from ..memory import Openings, alike
+from ..plans import Plan, Situation
 from ..search import Choice
 from ..stats import SpeculationStats
 
 _CHOOSING = 0.05  # of the time of the rounds before the first choice of a call that began without one;
-_MOST_ROUNDS = 64  # so many rounds at most
+_MOST_ROUNDS = 64  # so many rounds at most, or times more where one choice after another found the same levels best
 _NO_REST = (0, 0, 0.0, 0.0)
 _LATE = 4  # tokens a row may lack for a round to count as one like all others
 
@@ -49,7 +49,7 @@ class Steering:
         deferred: Deferred | None = None,
     ):
         self.make, self.target, self.seen, self.openings = make, target, seen, openings
-        self.deferred, self.on_built = deferred, _nobody
+        self.deferred, self.on_built = deferred, lambda built: None
         self._have(levels, runners)
         self.names = [level.name for level in levels] if deferred is None else deferred.names
         self._kinds = list(map(Kind.of, levels, runners)) if deferred is None else deferred.kinds
@@ -157,6 +157,14 @@ class Steering:
         self._resting, self._off_seconds = usual and not plan.active and not choice.trial, forecast.seconds
         self._usual = True  # unless what comes next is new
 
+    def end(self) -> None:
+        """The call ends: let memory know of its rounds, or where it made no controller the next one's."""
+        self.settle()
+        if self.controller is not None:
+            self.controller.settle()
+        elif self._first is not None and self._early:
+            self.openings.untold, self._early = (self._first, self._early), []
+
     def settle(self) -> None:
         """Count rounds of "off", and tell the controller of them: all at once, as each takes as little as a twentieth
         of a small model's pass."""
@@ -204,7 +212,8 @@ class Steering:
             self._first = self.openings.begin(self._like)
             if self._first is not None:
                 expected = self._first.forecast.seconds
-                self._rounds = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
+                least = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
+                self._rounds = least * self.openings.patience(self._like)
                 self._lengths = list(map(len, rows))
                 there = self._set()
                 self._usual = there and max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
@@ -216,7 +225,7 @@ class Steering:
         if self.controller is None and choice.plan.active:
             taken = min(max(seconds, 0.5 * choice.forecast.seconds), 2.0 * choice.forecast.seconds)
             self._lost = choice.forecast.lost(self._lost, tokens, taken)
-            if choice.forecast.surprises(self._lost):
+            if choice.forecast.surprises(self._lost, self.openings.choosing_seconds):
                 self._rounds = 0
                 self.openings.doubt(self._like)
 
@@ -225,13 +234,16 @@ class Steering:
         begin, controller = perf_counter(), self.controller
         missing = [self._missing(index) for index in range(len(self.names))]
         told = missing * 2 if self.seen else missing
-        situation = Situation(rooms, sum(self._lengths) / len(rows), told)
+        usual = self.openings.usual(self._like) if self._making and self.openings is not None else None
+        situation = Situation(rooms, sum(self._lengths) / len(rows), told, usual)
         controller.choose(situation)
         if self._making and self._like is not None:  # the first choice of the call
             seconds = self._making + perf_counter() - begin
             if self._first is None:
                 best = controller.best_of(situation) if controller.choice.trial else controller.choice
                 self.openings.learn(self._like, replace(best, switched=False), seconds)
+            elif not controller.choice.trial:
+                self.openings.agree(self._like, controller.choice)
             self._making = 0.0
         there = self._set() and any(rooms)
         self._usual = there and max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE
@@ -256,6 +268,8 @@ class Steering:
             self.settle()
             made = self.make()
             made.to_build = 0.0 if self.deferred is None else self.deferred.seconds
+            if self.openings is not None:
+                self.openings.tell(made)
             made.start(rows)
             if first is not None:
                 made.choice = first
@@ -329,17 +343,6 @@ class Steering:
         """The most tokens of a row that the target has not read."""
         held = self.target.lengths  # of rows that are new it may know nothing
         return max(len(row) - (held[r] if r < len(held) else 0) for r, row in enumerate(rows))
-
-
-def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
-    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
-    """
-    slots = sum(lengths) / len(lengths)
-    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)
-
-
-def _nobody(built: Built) -> None:
-    """Is told of levels that come where there were none to wait for."""
 
 
 def _checked(level: Drafter) -> CheckedDrafter | None:

@@ -31,6 +31,7 @@ class TraceRecorder:
         self._rounds, self._new = [[] for _ in prompt_tokens], [0] * len(prompt_tokens)
         for depth, checker in enumerate(checkers(target, drafter)):
             checker.on_check = partial(self._heard, depth)
+            checker.rows_alone = "a trace tells of drafts that are rows: draft rows"
 
         def recorded(numbers: list[int], kept: Rows, verdict: Verdict) -> None:
             for r, (number, tokens) in enumerate(zip(numbers, kept, strict=True)):

@@ -465,7 +465,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::check_room(middle, rows, Ints(rows.size(), 1), limits);
     mlspec::check_room(small, rows, Ints(rows.size(), 1), limits);
     mlspec::check_reached(middle, limits);
-    if (small.kv.data != middle.kv.data) mlspec::check_reached(small, limits);
+    if (!mlspec::follows(small, middle)) mlspec::check_reached(small, limits);
     mlspec::CheckedOptions options{num_draft_tokens, static_cast<float>(tiny_threshold), static_cast<float>(middle_threshold)};
     auto out = in_memory("draft_checked", tokens, counts, [&] {
       return mlspec::draft_checked(at::get_num_threads(), middle, small, rows, limits, options);

@@ -254,7 +254,7 @@ void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRo
                  const std::vector<int64_t>& limits, const CheckedOptions& options, std::vector<char>& alive,
                  CheckedDraft& out) {
   const size_t batch = rows.size();
-  if (tiny.kv.data == middle.kv.data) {  // one cache: what was checked stays as it is
+  if (follows(tiny, middle)) {  // what was checked stays as it is
     tiny.lengths = middle.lengths;
     for (size_t r = 0; r < tiny.sources.size(); ++r) tiny.sources[r] = middle.sources[r] ? middle.sources[r] : &middle.states;
   }
@@ -292,6 +292,11 @@ void check_round(Driver& driver, Level& middle, Level& tiny, std::vector<TokenRo
 }
 
 }  // namespace
+
+bool follows(const Level& level, const Level& leader) {
+  if (level.kv.data || leader.kv.data) return level.kv.data == leader.kv.data;
+  return level.owners && level.owners->size() > 1 && (*level.owners)[1].states == leader.states.states;
+}
 
 Scored score(int threads, Level& level, const std::vector<TokenRow>& rows, const std::vector<int64_t>& kept,
              bool want_confidence, float* logits) {

@@ -38,6 +38,10 @@ struct Level {
   bool mixes = false;           // as in Pass
 };
 
+// Whether `level` has no rows of its own, but those of `leader`: one cache, or, where no layer keeps keys and values, the leader's states to
+// begin with.
+bool follows(const Level& level, const Level& leader);
+
 // A row from its token number `base` on. nodes: guesses that are a tree behind its end, depth first; depths: of each, 1 of those right
 // behind the end, and of every other at most one more than of the node before it.
 struct TokenRow {

@@ -1,0 +1,91 @@
+"""Is a GPU that is lost an error that says so, whatever is asked of it then, and are other errors left as they are?
+
+tests/cuda/test_streamed_planes.py loses one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hf_mlspec.routing.lost_device import survives_loss, tells_loss
+from hf_mlspec.routing.plane_counting import PlaneCounting
+from hf_mlspec.routing.plane_store import PlaneError
+
+ASSERTED = "CUDA error: device-side assert triggered"
+
+
+class Room:
+    """error: what the device answers."""
+
+    device, lost = torch.device("cuda:3"), ""
+
+    def __init__(self, error):
+        self.error, self.asked = error, 0
+
+    @tells_loss
+    def read(self):
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return 5
+
+    @survives_loss
+    def close(self):
+        self.asked += 1
+        raise self.error
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Answers nothing but errors behind the first one, where ``gone``."""
+    state = {"gone": True}
+
+    def synchronize(of):
+        assert of == Room.device
+        if state["gone"]:
+            raise torch.AcceleratorError(ASSERTED)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return state
+
+
+def test_a_lost_device_is_named_by_every_call_and_what_gives_back_ends(device):
+    room = Room(torch.AcceleratorError(f"{ASSERTED}\nand many words"))
+    for _ in range(2):
+        with pytest.raises(PlaneError, match=rf"cuda:3, .*was lost \({ASSERTED}\).*start a new process"):
+            room.read()
+    assert room.close() is None
+    assert room.asked == 1  # the device was asked no more
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [(torch.AcceleratorError("CUDA error: invalid argument"), False),
+     (torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("shapes differ"), True),
+     (PlaneError("the file ends"), True), (ValueError("no width"), True)],
+)  # fmt: skip
+def test_other_errors_are_what_they_were(device, error, gone):
+    device["gone"] = gone
+    room = Room(error)
+    for call in (room.read, room.close):
+        with pytest.raises(type(error)) as told:
+            call()
+        assert told.value is error
+    room.error = None
+    assert room.read() == 5
+
+
+def test_waits_on_a_lost_device_are_counted_as_none():
+    class Event:
+        def synchronize(self):
+            raise torch.AcceleratorError(ASSERTED)
+
+    counting = PlaneCounting()
+    with counting.block(threading.RLock()) as own:
+        counting.stalled((Event(), Event()))
+        counting.add(hits=2)
+    assert (own.hits, own.stall_seconds) == (2, 0.0)
+    assert not counting._stalls
