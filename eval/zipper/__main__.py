@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from eval.bench_zipper.models import CodeTable
+from eval.code_table import CodeTable
 from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
 
 from .calibrated import dense_perplexity
