@@ -34,6 +34,19 @@ def test_chains_write_what_the_whole_model_writes(whole, spread, levels):
     assert torch.equal(spread.generate(PROMPT, **how), expected)
 
 
+@pytest.mark.parametrize("lengths", [[6, 6], [3, 6]], ids=["alike", "ragged"])
+def test_what_picks_logits_is_no_tensor_that_accelerate_would_move(whole, spread, lengths):
+    """It would go to the tokens, and the last norm may be on another device."""
+    seen = []
+    spread.register_forward_pre_hook(lambda *call: seen.append(call[2]["logits_to_keep"]), with_kwargs=True)
+    mask = torch.tensor([[int(place >= 6 - length) for place in range(6)] for length in lengths])
+    how = {"attention_mask": mask, "max_new_tokens": 8, "pad_token_id": 0, "assistant_models": ["prompt_lookup"]}
+    ids = PROMPT.repeat(2, 1) * mask
+    assert torch.equal(spread.generate(ids, **how), whole.generate(ids, **how))
+    assert {type(one) for one in seen} <= {slice, list}
+    assert list in {type(one) for one in seen} or len(set(lengths)) == 1
+
+
 def test_a_cast_is_held_where_its_layers_run_and_leaves_the_model(whole, spread):
     cast, expected = direct_cast(spread), direct_cast(whole)
     assert not any(parameter.is_meta for name, parameter in cast.named_parameters() if "proj" in name)

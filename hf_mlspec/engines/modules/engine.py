@@ -164,7 +164,7 @@ class ModuleEngine(CachedRows):
             wanted = torch.tensor(first)[:, None] + torch.arange(kept)
             wanted = wanted.clamp(max=tokens.shape[1] - 1)
             window, gather = torch.unique(wanted, return_inverse=True)
-            window, gather = window.to(index_device(self.model, self.device)), gather.to(self.device)
+            window, gather = window.to(self.device), gather.to(self.device)
         positions, last = plan.positions, plan.last(counts)
         if self.num_positions is not None:
             last = min(last, self.num_positions - 1)
@@ -191,19 +191,17 @@ def is_spread(model: nn.Module) -> bool:
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
-def index_device(model: nn.Module, device: torch.device) -> torch.device:
-    """Where an index lies that picks from what the last layer gives, wherever that is; device: of the tokens."""
-    return torch.device("cpu") if is_spread(model) else device
-
-
 def _own_forward(model: nn.Module) -> Callable:
     """The model's own forward as (tokens, positions, cache, kept) -> logits."""
     takes_kept = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(tokens: Tensor, positions: Tensor, cache: RaggedCache, kept) -> Tensor:
         options = {}
-        if takes_kept:
-            places = torch.arange(tokens.shape[1], device=index_device(model, tokens.device))
+        if takes_kept and is_spread(model):
+            # Tensors accelerate would take to the tokens, and the last norm may be elsewhere.
+            options["logits_to_keep"] = kept if isinstance(kept, slice) else kept.tolist()
+        elif takes_kept:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
             options["logits_to_keep"] = places[kept] if isinstance(kept, slice) else kept
         out = model(
             input_ids=tokens,
