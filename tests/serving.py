@@ -78,17 +78,15 @@ CHAINS: dict[str, Callable] = {
 
 
 def captured_loop(
-    name: str, levels: Levels = GREEDY, emit=None, *, batch: int = 1, slots: int = 16, streams: bool = False
+    name: str, levels: Levels = GREEDY, emit=None, *, batch: int = 1, slots: int = 16
 ) -> Loop:
-    """A loop without rows, over a chain with room for few. streams: as of `CapturedChain`, whose rows get their first
-    tokens soon."""
+    """A loop without rows, over a chain with room for few."""
     target = levels.checker("target")
     drafter = CHAINS[name](levels, target.runner)
     found = round_levels(target, drafter, num_draft_tokens=4, batch=batch, longest=64)
-    chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled, streams=streams)
+    chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled)
     adopt(chain, target, drafter, 0)
     loop = Loop(CapturedRounds(chain, target, drafter), emit=emit)
-    loop.rounds.steps.soon = streams
     loop.start([], [])
     return loop
 
@@ -113,11 +111,11 @@ def alone(prompt: list[int], budget: int, number: int, levels: Levels = GREEDY) 
 class Serving:
     """A chain whose rows come and go at random."""
 
-    def __init__(self, name: str, levels: Levels = GREEDY, seed: int = 0, streams: bool = False):
+    def __init__(self, name: str, levels: Levels = GREEDY, seed: int = 0):
         self.rng, self.levels, self.going = random.Random(seed), levels, []
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.written: dict[int, list[int]] = {}
-        self.loop = captured_loop(name, levels, self.emit, streams=streams)
+        self.loop = captured_loop(name, levels, self.emit)
 
     def emit(self, numbers: list[int], kept: list[list[int]], verdict: Verdict) -> None:
         for number, tokens in zip(numbers, kept, strict=True):
