@@ -109,7 +109,7 @@ def test_one_that_fails_ends_all_and_is_named(machines, monkeypatch):
     monkeypatch.setattr("hf_mlspec.evaluation.harness_command.run", lambda words: sys.exit(2))
     assert module.evaluated([], 2, None) == (2, "")  # as lm-eval's parser ends
     monkeypatch.setattr(module._Rank.kind, "meets", lambda _: 1 / 0)
-    with pytest.raises(ValueError, match=r"^process 0 of 2 failed: ZeroDivisionError: division by zero; what journals"):
+    with pytest.raises(ValueError, match=r"^process 0 of 2 failed: ZeroDivisionError: division by zero; what jour"):
         module.evaluated([], 2, None)
 
 
@@ -121,7 +121,7 @@ def test_numbers_that_cannot_be_are_refused(machines, monkeypatch):
     with pytest.raises(ValueError, match="--workers 3: Ray knows of 2 GPUs, and a process has one of its own"):
         module.evaluated([], 3, "auto")
     fake.gpus = 0
-    with pytest.raises(ValueError, match="5 processes, each of which keeps a core: Ray knows of 4; give --workers 4"):
+    with pytest.raises(ValueError, match="5 processes, each of which keeps a core: Ray knows of 4; give fewer"):
         module.evaluated([], 5, "auto")
     fake.gpus = 6
     with pytest.raises(ValueError, match="6 processes, each of which keeps a core: Ray knows of 4"):
