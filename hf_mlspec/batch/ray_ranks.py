@@ -49,8 +49,8 @@ def _counted(count: int | None, gpus: int) -> int:
 def _require_cores(asked: int, known: int) -> None:
     """ValueError where they are not there: Ray would wait for them, and the processes for one another."""
     if asked > known:
-        raise ValueError(f"{asked} processes, each of which keeps a core: Ray knows of {known}; give fewer --workers or "
-                         "start nodes with ray start --num-cpus")
+        raise ValueError(f"{asked} processes, each of which keeps a core: Ray knows of {known}; give fewer --workers, "
+                         "or start nodes with ray start --num-cpus")
 
 
 def _ended(ranks: list[Any], words: list[str]) -> tuple[int, str]:
