@@ -166,7 +166,11 @@ class StreamsBehind(BaseGenerateManager):
         of, self._loop = self.settings, asyncio.get_running_loop()
         backend = Backend(model, copy.deepcopy(_tokenizer(processor)), list(of.levels), of.config, slots=of.slots,
                           queue_limit=of.queue, watch=_Unwatched(), tell=self._tell, **of.how)
-        backend.start()
+        try:
+            backend.start()
+        except Exception as error:  # of levels that do not fit the model: whoever asks is told, each time
+            _LOG.error("the chain cannot begin", exc_info=error)
+            raise HTTPException(503, f"the chain cannot begin: {error}") from error
         self.backend = backend
 
     def _submit(self, ticket: Ticket, listener: Callable[[News], None]) -> None:

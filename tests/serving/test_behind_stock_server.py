@@ -13,6 +13,7 @@ import torch
 openai = pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 pytest.importorskip("typer", reason="transformers' server needs it")
 
+from fastapi import HTTPException  # noqa: E402
 from servers import DRAFT, TARGET  # noqa: E402 - only where the server's packages are
 from transformers import GenerationConfig  # noqa: E402
 from transformers.cli.serve import Serve  # noqa: E402
@@ -217,6 +218,20 @@ def test_a_seed_is_drawn_with_the_request_where_only_the_model_samples(manager, 
     assert ticket.seed == drawn_seed()
     own.generation_config.do_sample = False
     assert manager._ticket(own, None, {"input_ids": [5]}, GenerationConfig(max_new_tokens=4), None).seed is None
+
+
+def test_levels_that_do_not_fit_the_model_are_told_to_who_asks(alone):
+    unfit = stock.StreamsBehind(stock.Settings(["early_exit:99"], how={"prefill_chunk": None, "prefix_cache": None}))
+
+    async def asked():
+        given = {"input_ids": [5]}, GenerationConfig(max_new_tokens=4), "a"
+        await unfit.generate_non_streaming(alone.model, alone.tokenizer, *given)
+
+    for _ in range(2):
+        with pytest.raises(HTTPException, match="503: the chain cannot begin: early_exit: num_layers is 99"):
+            asyncio.run(asked())
+    assert unfit.is_alive()
+    unfit.stop()
 
 
 @pytest.mark.parametrize(("how", "said"), [
