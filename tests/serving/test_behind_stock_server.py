@@ -42,7 +42,7 @@ class Stock:
         return self.serve._generation_state._cb_manager
 
     def until(self, done):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not done():
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.01)
