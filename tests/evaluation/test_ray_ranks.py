@@ -139,6 +139,15 @@ def test_launchers_beside_it_are_refused(capsys, monkeypatch):
     assert "start the processes themselves" in refusal(capsys, "eval", "--ray", "auto", "--tasks", "t")
 
 
+def test_help_starts_no_processes(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_mlspec.evaluation.harness_command.run", asked.append)
+    monkeypatch.setattr("hf_mlspec.cli.eval._by_ray", lambda args: pytest.fail("processes were started"))
+    assert main(["eval", "--workers", "2", "--help"]) == 0
+    assert asked == [["--help"]]
+    assert "--workers N" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(ray is None, reason="Ray is not installed (extra ray)")
 def test_two_processes_measure_what_one_measures(saved_model, tmp_path, capsys):
