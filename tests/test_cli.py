@@ -314,3 +314,11 @@ def test_half_a_character_at_the_end_is_shown_as_what_it_is(capsys):
         stream.put(torch.tensor(list(ids)))
     stream.end()
     assert capsys.readouterr().out == "abc\ufffd\n\n"
+
+
+def test_a_prompt_may_end_in_the_middle_of_a_character(capsys):
+    stream, tokens = TextStream(Console(), Counting()), "a日b".encode()
+    for ids in (tokens[:2], tokens[2:3], tokens[3:]):
+        stream.put(torch.tensor(list(ids)))
+    stream.end()
+    assert capsys.readouterr().out == "a日b\n\n"

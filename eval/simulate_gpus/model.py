@@ -84,9 +84,13 @@ def read_by(shape: Shape, word: str, rows: int, cached: float) -> float:
 
 def told_apart(reads: Sequence[float], seconds: Sequence[float], layers: int) -> tuple[float, float]:
     """Of steps of one GPU that read so many bytes: seconds that a layer takes beside them, and seconds of a byte, by
-    least squares. ValueError where seconds do not grow with the bytes, or by more than these."""
+    least squares. ValueError where seconds do not grow with the bytes, or by more than these, and where all steps read
+    as many."""
     mean_read, mean = sum(reads) / len(reads), sum(seconds) / len(seconds)
     spread = sum((read - mean_read) ** 2 for read in reads)
+    if not spread:
+        raise ValueError("steps of different bytes tell them from the rest: shares has to name two or more, such as "
+                         "[1, 2]")
     pace = sum((read - mean_read) * (own - mean) for read, own in zip(reads, seconds, strict=True)) / spread
     beside = (mean - pace * mean_read) / layers
     if pace <= 0 or beside < 0:

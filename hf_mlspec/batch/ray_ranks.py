@@ -18,12 +18,15 @@ def evaluated(words: Sequence[str], count: int | None, address: str | None) -> t
     """`mlspec eval WORDS` by so many processes; -> the exit status and what the first one printed.
 
     count: None: one for every GPU of the cluster. address: of a cluster, None: this machine alone. ValueError where
-    the cluster has fewer GPUs, and where one process fails: all others are ended, and what is in journals stays.
+    the cluster has fewer GPUs or cores, and where one process fails: all others are ended, and what is in journals
+    stays.
     """
     with ray_cluster(address, count, shows=True) as resources:
         gpus = int(resources.get("GPU", 0))
         count = _counted(count, gpus)
         cores = max(1, (os.cpu_count() or 1) // count) if address is None else 1
+        if address is not None:
+            _require_cores(count, int(resources.get("CPU", 0)))
         own = {"num_cpus": cores, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
         ranks = [_Rank.options(**own).remote(rank, count) for rank in range(count)]
         try:
@@ -43,24 +46,36 @@ def _counted(count: int | None, gpus: int) -> int:
     return gpus if count is None else count
 
 
+def _require_cores(asked: int, known: int) -> None:
+    """ValueError where they are not there: Ray would wait for them, and the processes for one another."""
+    if asked > known:
+        raise ValueError(f"{asked} processes, each of which keeps a core: Ray knows of {known}; give fewer --workers, "
+                         "or start nodes with ray start --num-cpus")
+
+
 def _ended(ranks: list[Any], words: list[str]) -> tuple[int, str]:
     """What the first process says, when all have ended; the first error of any of them."""
     said = {name: os.environ[name] for name in _SAYS if name in os.environ}
-    met = ray.get(ranks[0].meets.remote())
+    met = _got(ranks[0].meets.remote(), 0, len(ranks))
     running = {one.run.remote(words, os.getcwd(), said, met): rank for rank, one in enumerate(ranks)}
     first, left = (0, ""), list(running)
     while left:
         done, left = ray.wait(left, num_returns=1)
-        try:
-            status, printed = ray.get(done[0])
-        except Exception as error:  # Ray's own kinds: of a process that died, and of what one raised
-            raise ValueError(f"process {running[done[0]]} of {len(ranks)} failed: {_reason(error)}; what journals "
-                             "hold stays, give the same command again") from error
+        status, printed = _got(done[0], running[done[0]], len(ranks))
         if running[done[0]] == 0 or status:
             first = status, printed
         if status:
             return first
     return first
+
+
+def _got(call: Any, rank: int, size: int) -> Any:
+    """What a process hands back; ValueError that names it where it failed."""
+    try:
+        return ray.get(call)
+    except Exception as error:  # Ray's own kinds: of a process that died, and of what one raised
+        raise ValueError(f"process {rank} of {size} failed: {_reason(error)}; what journals hold stays, give the same "
+                         "command again") from error
 
 
 def _reason(error: Exception) -> str:

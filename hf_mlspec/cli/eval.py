@@ -23,7 +23,8 @@ def run_eval(args: argparse.Namespace) -> int:
             raise ValueError(f"--data {args.data}: no such folder; name the data folder")
         os.environ["MLSPEC_DATA"] = str(Path(args.data).resolve())
     words = args.words
-    if "-h" in words or "--help" in words or not words:
+    helps = "-h" in words or "--help" in words or not words
+    if helps:
         print(_OWN_HELP)
     try:
         from ..evaluation.harness_command import run
@@ -32,7 +33,7 @@ def run_eval(args: argparse.Namespace) -> int:
             raise
         raise ValueError('lm_eval is not installed: pip install --no-build-isolation -e ".[eval]" in the folder of '
                          "hf_mlspec") from error
-    if args.ray is None and (args.workers or 1) == 1:
+    if helps or (args.ray is None and (args.workers or 1) == 1):
         run(words)
         return 0
     return _by_ray(args)

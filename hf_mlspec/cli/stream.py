@@ -32,10 +32,11 @@ class TextStream:
         """Token ids, int64 of any shape; the first call of a text carries its prompt."""
         tokens = value.flatten().tolist()
         if self.prompt is None:
-            self.prompt = self.written = self.pieces.add(tokens) or self.pieces.rest()
+            self.prompt = self.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")
+            self.written = self.pieces.add(tokens)
         else:
             self._add(tokens)
-            if self.written != (self.text or self.prompt):  # else in the middle of a character
+            if self.written and self.written != (self.text or self.prompt):  # else in the middle of a character
                 self._show(self.written)
 
     def end(self) -> None:

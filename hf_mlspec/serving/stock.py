@@ -100,14 +100,13 @@ class StreamsBehind(BaseGenerateManager):
             written.generated_tokens += news.tokens
             try:
                 streamer.put(written)
-                error = None if news.end is None else news.end.error
-            except Exception as failure:  # of a parser of tool calls
-                error = str(failure)
+                if news.end is not None and news.end.error is not None:
+                    queue.put_nowait(_failed(news.end.error))
+                if news.end is not None:
+                    streamer.end()
+            except Exception as failure:  # of a parser of tool calls: the other requests go on
                 ticket.cancel()
-            if error is not None:
-                queue.put_nowait(stock._StreamError(json.dumps(error)[1:-1]))  # it is put between quotes
-            if news.end is not None:
-                streamer.end()
+                queue.put_nowait(_failed(f"{type(failure).__name__}: {failure}"))
 
         ticket = self._ticket(model, processor, inputs, gen_config, _EVERY)
         cancels = SimpleNamespace(cancel_request=lambda _: ticket.cancel())
@@ -159,14 +158,19 @@ class StreamsBehind(BaseGenerateManager):
         if 0 < left < (gen_config.max_new_tokens or 0):  # handlers ask for 1024 where a client asks for no number
             gen_config.max_new_tokens = left
         options = _options(gen_config, model.generation_config)
-        seed = drawn_seed() if gen_config.do_sample else None
+        samples = model.generation_config.do_sample if gen_config.do_sample is None else gen_config.do_sample
+        seed = drawn_seed() if samples else None
         return Ticket(next(self._numbers), inputs["input_ids"], every, seed=seed, **options)
 
     def _begin(self, model: Any, processor: Any) -> None:
         of, self._loop = self.settings, asyncio.get_running_loop()
         backend = Backend(model, copy.deepcopy(_tokenizer(processor)), list(of.levels), of.config, slots=of.slots,
                           queue_limit=of.queue, watch=_Unwatched(), tell=self._tell, **of.how)
-        backend.start()
+        try:
+            backend.start()
+        except Exception as error:  # of levels that do not fit the model: whoever asks is told, each time
+            _LOG.error("the chain cannot begin", exc_info=error)
+            raise HTTPException(503, f"the chain cannot begin: {error}") from error
         self.backend = backend
 
     def _submit(self, ticket: Ticket, listener: Callable[[News], None]) -> None:
@@ -198,6 +202,11 @@ class _Unwatched:
     def wrote(self, levels: Any, passes: int) -> None: ...
 
     def ended(self, ticket: Ticket, now: float) -> None: ...
+
+
+def _failed(error: str) -> Any:
+    """What a stream ends with; handlers put it between quotes."""
+    return stock._StreamError(json.dumps(error)[1:-1])
 
 
 def _tokenizer(processor: Any) -> Any:

@@ -99,6 +99,7 @@ MEASURED = '[[measured]]\nwhat = "alone"\nshape = "small"\ngpus = 1\nrows = 1\nm
     ("[gpu", "Expected"),
     (GOOD.replace("flops", "speed"), "speed"),
     (GOOD.replace("[3.0, 2.0]", "[2.0, 3.0]"), "no bytes beside a fixed time"),
+    (GOOD.replace("[1, 2]", "[1, 1]"), "shares has to name two or more"),
     (GOOD.replace('"1x1"', '"1"'), "1"),
     (GOOD + MEASURED.replace('"small"', '"large"'), "shape of a measurement is 'large', known are small"),
     (GOOD + MEASURED.replace("alone", "both"), "what of a measurement is 'both', known are alone, chain"),

@@ -108,6 +108,9 @@ def test_one_that_fails_ends_all_and_is_named(machines, monkeypatch):
     assert [actor.killed for actor in made] == [True, True]
     monkeypatch.setattr("hf_mlspec.evaluation.harness_command.run", lambda words: sys.exit(2))
     assert module.evaluated([], 2, None) == (2, "")  # as lm-eval's parser ends
+    monkeypatch.setattr(module._Rank.kind, "meets", lambda _: 1 / 0)
+    with pytest.raises(ValueError, match=r"^process 0 of 2 failed: ZeroDivisionError: division by zero; what jour"):
+        module.evaluated([], 2, None)
 
 
 def test_numbers_that_cannot_be_are_refused(machines, monkeypatch):
@@ -117,6 +120,12 @@ def test_numbers_that_cannot_be_are_refused(machines, monkeypatch):
     fake.gpus = 2
     with pytest.raises(ValueError, match="--workers 3: Ray knows of 2 GPUs, and a process has one of its own"):
         module.evaluated([], 3, "auto")
+    fake.gpus = 0
+    with pytest.raises(ValueError, match="5 processes, each of which keeps a core: Ray knows of 4; give fewer"):
+        module.evaluated([], 5, "auto")
+    fake.gpus = 6
+    with pytest.raises(ValueError, match="6 processes, each of which keeps a core: Ray knows of 4"):
+        module.evaluated([], None, "auto")
     assert made == []
 
 
@@ -128,6 +137,15 @@ def test_without_ray_its_extra_is_named(capsys):
 def test_launchers_beside_it_are_refused(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start the processes themselves" in refusal(capsys, "eval", "--ray", "auto", "--tasks", "t")
+
+
+def test_help_starts_no_processes(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_mlspec.evaluation.harness_command.run", asked.append)
+    monkeypatch.setattr("hf_mlspec.cli.eval._by_ray", lambda args: pytest.fail("processes were started"))
+    assert main(["eval", "--workers", "2", "--help"]) == 0
+    assert asked == [["--help"]]
+    assert "--workers N" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 openai = pytest.importorskip("openai", reason="the packages of the extra serve are not installed")
 pytest.importorskip("typer", reason="transformers' server needs it")
 
+from fastapi import HTTPException  # noqa: E402
 from servers import DRAFT, TARGET  # noqa: E402 - only where the server's packages are
+from transformers import GenerationConfig  # noqa: E402
 from transformers.cli.serve import Serve  # noqa: E402
 from transformers.cli.serving import utils  # noqa: E402
 
 from hf_mlspec.serving import stock  # noqa: E402
+from hf_mlspec.serving.messages import Ended, News  # noqa: E402
 from hf_mlspec.serving.server import listen  # noqa: E402
+from hf_mlspec.speculation.sampling import drawn_seed  # noqa: E402
 
 PROMPTS = ["def fib(n):", "class Node:", "import os\n", "for i in range("]
 
@@ -36,7 +42,7 @@ class Stock:
         return self.serve._generation_state._cb_manager
 
     def until(self, done):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not done():
             assert time.monotonic() < end, "it did not happen"
             time.sleep(0.01)
@@ -153,23 +159,79 @@ def test_what_cannot_be_is_told_and_harms_nobody(served, alone):
 def test_more_than_the_queue_holds_is_429():
     with Stock([], slots=1, queue=1) as served:
         ask(served, PROMPTS[0], max_tokens=1, temperature=0)
-        told, done = [], threading.Barrier(6)
+        told, backend, goes_on = [], served.manager.backend, threading.Event()
+        tell = backend.tell
+        backend.tell = lambda news: goes_on.wait(60) and tell(news)  # the first answer holds the only slot
 
         def one():
-            done.wait()
             try:
-                told.append(ask(served, PROMPTS[0], max_tokens=150, temperature=0).usage.completion_tokens)
+                told.append(ask(served, PROMPTS[0], max_tokens=4, temperature=0).usage.completion_tokens)
             except openai.RateLimitError as error:
                 told.append(error.status_code)
 
         threads = [threading.Thread(target=one) for _ in range(5)]
         for thread in threads:
             thread.start()
-        done.wait()
+        try:
+            served.until(lambda: 429 in told)
+        finally:
+            goes_on.set()
         for thread in threads:
             thread.join()
-        assert 429 in told
-        assert any(isinstance(count, int) and count != 429 for count in told)
+        assert {4, 429} == set(told)
+
+
+@pytest.fixture
+def manager():
+    """A manager whose backend takes all tickets and decodes none."""
+    found = stock.StreamsBehind(stock.Settings())
+    found.backend, found._loop = SimpleNamespace(submit=lambda tickets: None), None
+    return found
+
+
+def streams(manager, model, settings, parser=None):
+    processor = SimpleNamespace(_tokenizer=None)
+    return manager.generate_streaming(model, processor, {"input_ids": [5]}, settings, "a", parser)[0]
+
+
+def test_a_parser_that_fails_holds_up_nobody(manager, alone):
+    class Parser:
+        initial_events = ()
+
+        def finalize(self):
+            raise KeyError("arguments")
+
+    settings = GenerationConfig(do_sample=False, max_new_tokens=4)
+    failing, other = streams(manager, alone.model, settings, Parser()), streams(manager, alone.model, settings)
+    manager._hear([News(0, end=Ended("stop")), News(1, end=Ended("stop"))])
+    assert failing.get_nowait().msg == "KeyError: 'arguments'"
+    assert other.get_nowait() is None
+    assert not manager._listeners
+
+
+def test_a_seed_is_drawn_with_the_request_where_only_the_model_samples(manager, alone):
+    """A request's own settings need not say so: generate takes what they leave out from the model's."""
+    own = SimpleNamespace(config=alone.model.config, generation_config=GenerationConfig(do_sample=True))
+    torch.manual_seed(3)
+    ticket = manager._ticket(own, None, {"input_ids": [5]}, GenerationConfig(max_new_tokens=4), None)
+    torch.manual_seed(3)
+    assert ticket.seed == drawn_seed()
+    own.generation_config.do_sample = False
+    assert manager._ticket(own, None, {"input_ids": [5]}, GenerationConfig(max_new_tokens=4), None).seed is None
+
+
+def test_levels_that_do_not_fit_the_model_are_told_to_who_asks(alone):
+    unfit = stock.StreamsBehind(stock.Settings(["early_exit:99"], how={"prefill_chunk": None, "prefix_cache": None}))
+
+    async def asked():
+        given = {"input_ids": [5]}, GenerationConfig(max_new_tokens=4), "a"
+        await unfit.generate_non_streaming(alone.model, alone.tokenizer, *given)
+
+    for _ in range(2):
+        with pytest.raises(HTTPException, match="503: the chain cannot begin: early_exit: num_layers is 99"):
+            asyncio.run(asked())
+    assert unfit.is_alive()
+    unfit.stop()
 
 
 @pytest.mark.parametrize(("how", "said"), [
