@@ -14,12 +14,12 @@ if not hasattr(transformers, "Gemma4ForCausalLM"):
     pytest.skip("this transformers has no Gemma 4", allow_module_level=True)
 
 
-def made(num_shared: int) -> transformers.PreTrainedModel:
-    """num_shared: of four layers the last ones, which read keys and values of those before."""
+def made(num: int) -> transformers.PreTrainedModel:
+    """num: of four layers the last ones, which read keys and values of those before."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8}
-    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": num_shared}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": num}
     kinds = ["sliding_attention", "full_attention"] * 2
     ids = {"vocab_size": VOCAB, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": 1}
     config = transformers.Gemma4TextConfig(
