@@ -134,6 +134,8 @@ def early_exit(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         if "layer" in key and isinstance(value, list) and len(value) == total:
             setattr(config, key, value[:num_layers])
     config.num_hidden_layers = num_layers
+    if shared := getattr(config, "num_kv_shared_layers", None):  # the last ones read keys and values of those before
+        config.num_kv_shared_layers = max(0, shared - (total - num_layers))
     _cut_inputs_of_layers(view, num_layers / total)
     return view
 

@@ -185,6 +185,8 @@ def zipper_host_linear(x: Tensor, low: Tensor, pending: Future | None, bias: Ten
     if bias is not None:
         low = low + high
         high = bias.float()
+    if torch.is_grad_enabled():  # out= is refused where an operand has a gradient
+        return (low + high).to(x.dtype)
     return torch.add(low, high, out=torch.empty_like(low, dtype=x.dtype))  # float32 sums, rounded once
 
 

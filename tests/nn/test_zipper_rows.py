@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hf_mlspec import ops
 from hf_mlspec.formats import ZipperWeight
-from hf_mlspec.nn.zipper_host import HostRows, high_sums, to_host
+from hf_mlspec.nn import zipper_host
+from hf_mlspec.nn.zipper_host import HostRows, high_sums, to_host, zipper_host_linear
 from hf_mlspec.ops.zipper import words_begin
 
 
@@ -62,3 +65,17 @@ def test_a_layer_without_a_high_part_is_empty():
     assert len(split) == words_begin(20, 64)
     assert to_host(split, 20, 64).is_empty
     assert torch.equal(sums_of(torch.ones(2, 64).bfloat16(), [to_host(split, 20, 64)]), torch.zeros(2, 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_call_outside_of_no_grad_gives_the_same_bits(monkeypatch, dtype, has_bias):
+    """As `model(ids)` is, over a bias of the dense model and hidden states that have a gradient."""
+    low, high, x = seeded(3, 20), seeded(3, 20, seed=1), seeded(3, 64, seed=2).to(dtype)
+    bias = torch.nn.Parameter(seeded(20, seed=3)) if has_bias else None
+    monkeypatch.setattr(zipper_host, "worker_of", lambda device: SimpleNamespace(finish=lambda pending: high))
+    with torch.no_grad():
+        expected = zipper_host_linear(x, low, object(), bias)
+    found = zipper_host_linear(x, low.requires_grad_(), object(), bias)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)

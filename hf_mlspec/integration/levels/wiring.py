@@ -171,7 +171,8 @@ class Wiring:
             require_engine(level.model, level.name, level.bits, engine)
             engine = at_lower_precision(engine, level.bits)
         shares = level.shape_of_target and level.router is None  # a router chooses in a prefill of its own
-        if leader is None or not (shares and self.config.shared_cache and engine.name == leader.name):
+        alike = leader is not None and (engine.name, engine.can.stateful) == (leader.name, leader.can.stateful)
+        if not (alike and shares and self.config.shared_cache):
             if self.config.draft_cache is not None:
                 self._keep_in(level, engine)
             return None
