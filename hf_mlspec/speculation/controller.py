@@ -52,7 +52,8 @@ class Controller(Learner):
     counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
     leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
-    choice: for the coming rounds. to_build: seconds before any level can draft.
+    choice: for the coming rounds. to_build: seconds before any level can draft. measuring: seconds in which costs were
+    found for it, which most calls know already.
     """
 
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
@@ -74,7 +75,7 @@ class Controller(Learner):
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
-        self._remembers, self._granted, self.to_build = memory is not None, False, 0.0
+        self._remembers, self._granted, self.to_build, self.measuring = memory is not None, False, 0.0, 0.0
         self._lost = self._took = 0.0  # seconds: that rounds took beyond those expected; that the last choice took
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial

@@ -270,8 +270,8 @@ class Opening:
 class Openings:
     """What the calls of a chain begin with, so that a short one need not choose.
 
-    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
-    when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
+    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose, but
+    for measuring costs, which the next one need not do. due: when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
     levels for that is little. disproved: whether rounds have shown that costs do not hold. untold: what the last call
     began with that made no controller, and what the next controller is to be told of it.
     """
