@@ -204,7 +204,7 @@ class Controller(Learner):
         for pair in self.memory.pairs.values():
             pair.idle += rounds * batch
         seconds = seconds if self.by_clock else rounds * off.seconds
-        if self.by_clock:
+        if self.by_clock and self.memory.corrects(self.choice.costs):
             self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
         self.memory.spare += TRIAL_SHARE * seconds
 
@@ -261,6 +261,7 @@ class Controller(Learner):
             switched=plan.active != self.plan.active,
             by_chances=drafted,
             over_usual=search.over_usual(best, drafting),
+            costs=self.memory.costs,
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:
