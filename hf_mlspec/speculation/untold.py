@@ -60,7 +60,7 @@ class Untold:
                 ratio = sum(timed) / len(timed) / self.choice.forecast.by_costs
                 memory.correct(plan, len(self.choice.limits), ratio, len(timed))
             if self.choice.by_chances:
-                brought = sum(sum(accepted) for _, _, accepted, _, usual in rounds if usual)
+                brought = sum(max(kept, 0) for _, _, accepted, _, usual in rounds if usual for kept in accepted)
                 memory.gained(plan, len(self.choice.limits), brought, len(timed) * self.choice.by_chances)
         return sum(seconds for *_, seconds, _ in rounds)
 

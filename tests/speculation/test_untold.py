@@ -168,3 +168,13 @@ def test_rounds_that_were_predicted_by_other_costs_say_nothing_of_these():
         made.observe_off(4, 4e-3)
         assert {active for active, _, _ in made.memory.ratios} == known
         assert made.memory.pairs[0, -1].total.tried == 3  # of the text they tell as much
+
+
+def test_a_row_that_has_ended_takes_no_token_from_what_others_bring():
+    made = chosen(12)
+    made.choice.by_chances = 22.0
+    made._lost = 0.0
+    made.observe([4] * 11 + [0], [4] * 11 + [0], [2] * 11 + [-1], made.forecast.seconds)  # of captured rounds
+    made.settle()
+    (gain,) = made.memory.gains.values()
+    assert (gain.tried, gain.kept) == (22.0, 22.0)
