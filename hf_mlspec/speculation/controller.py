@@ -52,8 +52,7 @@ class Controller(Learner):
     counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
     leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
-    choice: for the coming rounds. to_build: seconds before any level can draft. measuring: seconds in which costs were
-    found for it, which most calls know already.
+    choice: for the coming rounds. to_build: seconds before any level can draft; measuring: in which costs were found.
     """
 
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
@@ -256,8 +255,7 @@ class Controller(Learner):
             forecast,
             off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
-            trial=trial is not None,
-            reading=reading,
+            trial=trial is not None, reading=reading,
             switched=plan.active != self.plan.active,
             by_chances=drafted,
             over_usual=search.over_usual(best, drafting),
