@@ -88,6 +88,7 @@ def controller_of(
 
     captures: of rounds that are replayed; None: rounds of the host.
     """
+    begin = perf_counter()
     own, told = _costs(wiring, levels, chain, captures is not None)
     known = wiring.state.known.get(wiring.asked)
     if known is not None:
@@ -95,7 +96,10 @@ def controller_of(
         describe(wiring, chain, captures is not None)
         if isinstance(captures, KeptGraphs):
             known.captured = weakref.ref(captures.chain)
-    return _controller(wiring, chain, _key(wiring, levels, chain, settings), own, told, captures)
+    measuring = perf_counter() - begin
+    made = _controller(wiring, chain, _key(wiring, levels, chain, settings), own, told, captures)
+    made.measuring = measuring
+    return made
 
 
 def _controller(

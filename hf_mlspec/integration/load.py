@@ -22,9 +22,9 @@ def load(name: str | os.PathLike, *, dtype: torch.dtype | str | None = None, **o
     a checkpoint of GPTQ, AWQ or compressed-tensors, which this package reads whatever else is installed.
 
     dtype: of what is not packed; None: the checkpoint's own, but bfloat16 for a GGUF file and where it is float16,
-    which no compiled decoder takes. options: of from_pretrained, also ``gguf_file`` in a folder. Raises ValueError or
-    TypeError, naming file and tensor, for a checkpoint that is damaged or not read, and ValueError for a word that is
-    no dtype.
+    which the decoder of GPUs does not take, and that of the CPU copies to float32. options: of from_pretrained, also
+    ``gguf_file`` in a folder. Raises ValueError or TypeError, naming file and tensor, for a checkpoint that is damaged
+    or not read, and ValueError for a word that is no dtype.
     """
     path, given = os.fspath(name), options.pop("torch_dtype", None)
     dtype = dtype_named(given if dtype is None else dtype)

@@ -52,7 +52,7 @@ class Controller(Learner):
     counts alone and a call repeats itself. memory: of an earlier call of this chain. seen: slots that a draft window
     leaves in view, and levels has each of them twice (`plans.Choices`); 0: there is none.
 
-    choice: for the coming rounds. to_build: seconds before any level can draft.
+    choice: for the coming rounds. to_build: seconds before any level can draft; measuring: in which costs were found.
     """
 
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
@@ -74,7 +74,7 @@ class Controller(Learner):
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
-        self._remembers, self._granted, self.to_build = memory is not None, False, 0.0
+        self._remembers, self._granted, self.to_build, self.measuring = memory is not None, False, 0.0, 0.0
         self._lost = self._took = 0.0  # seconds: that rounds took beyond those expected; that the last choice took
         self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
         self._trying = Drafting(())  # the rows that draft in a trial
@@ -203,7 +203,7 @@ class Controller(Learner):
         for pair in self.memory.pairs.values():
             pair.idle += rounds * batch
         seconds = seconds if self.by_clock else rounds * off.seconds
-        if self.by_clock:
+        if self.by_clock and self.memory.corrects(self.choice.costs):
             self.memory.correct(self.plan, batch, seconds / (rounds * off.by_costs), rounds)
         self.memory.spare += TRIAL_SHARE * seconds
 
@@ -255,11 +255,11 @@ class Controller(Learner):
             forecast,
             off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
-            trial=trial is not None,
-            reading=reading,
+            trial=trial is not None, reading=reading,
             switched=plan.active != self.plan.active,
             by_chances=drafted,
             over_usual=search.over_usual(best, drafting),
+            costs=self.memory.costs,
         )
 
     def _grant(self, situation: Situation, off_speed: float) -> None:

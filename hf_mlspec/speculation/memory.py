@@ -92,6 +92,10 @@ class Memory:
             self.pace = 1.0
         self.costs = costs
 
+    def corrects(self, costs: int | None) -> bool:
+        """Whether ratios are from seconds that these costs predict; None: nobody knows which costs."""
+        return costs in (None, self.costs)
+
     def disproves(self, target: PassCosts, round_seconds: float) -> bool:
         """Whether rounds of "off" take less than their pass alone is said to. Then something else ran when costs were
         measured, those of levels that nobody uses among them. round_seconds: of a round beside its passes."""
@@ -270,10 +274,11 @@ class Opening:
 class Openings:
     """What the calls of a chain begin with, so that a short one need not choose.
 
-    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose. due:
-    when costs are to be timed again, so that the next call makes a controller; affordable: from when on building the
-    levels for that is little. disproved: whether rounds have shown that costs do not hold. untold: what the last call
-    began with that made no controller, and what the next controller is to be told of it.
+    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose, but
+    for measuring costs, which the next one need not do. due: when costs are to be timed again, so that the next call
+    makes a controller; affordable: from when on building the levels for that is little. disproved: whether rounds have
+    shown that costs do not hold. untold: what the last call began with that made no controller, and what the next
+    controller is to be told of it.
     """
 
     found: dict[tuple, Opening] = field(default_factory=dict)

@@ -37,7 +37,8 @@ class Choice:
     expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
     about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
     cold in the first round. by_chances: drafted tokens of a round, before they are corrected by what rounds brought.
-    over_usual: times as long as with it, what calls like this one begin with is expected to take.
+    over_usual: times as long as with it, what calls like this one begin with is expected to take. costs: by which
+    seconds were predicted, see `Memory`.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Choice:
     switched: bool = False
     by_chances: float = 0.0
     over_usual: float = math.inf
+    costs: int | None = None
 
     def correct_off(self, tokens: int, seconds: float) -> None:
         """Rounds of "off", which was chosen, brought so many tokens in so long: those of calls that begin with this

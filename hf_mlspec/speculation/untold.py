@@ -56,10 +56,11 @@ class Untold:
                     row.add(*pair.observe_all(checks, last))
         timed = [seconds for *_, seconds, usual in rounds if usual]
         if timed:
-            ratio = sum(timed) / len(timed) / self.choice.forecast.by_costs
-            memory.correct(plan, len(self.choice.limits), ratio, len(timed))
+            if memory.corrects(self.choice.costs):  # costs may have been measured anew since it was made
+                ratio = sum(timed) / len(timed) / self.choice.forecast.by_costs
+                memory.correct(plan, len(self.choice.limits), ratio, len(timed))
             if self.choice.by_chances:
-                brought = sum(sum(accepted) for _, _, accepted, _, usual in rounds if usual)
+                brought = sum(max(kept, 0) for _, _, accepted, _, usual in rounds if usual for kept in accepted)
                 memory.gained(plan, len(self.choice.limits), brought, len(timed) * self.choice.by_chances)
         return sum(seconds for *_, seconds, _ in rounds)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from time import perf_counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_mlspec.integration import adaptive
 from hf_mlspec.integration.config import SpeculationConfig
 from hf_mlspec.integration.costs import probe
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
+from hf_mlspec.speculation.rounds import steering
 
 pytestmark = pytest.mark.plans
 
@@ -85,6 +88,23 @@ def test_costs_that_are_too_low_time_after_time_are_measured_anew(model, cache, 
     timed.update(clock=1e7, seconds=0.003)
     call(model)
     assert kept_seconds(model, cache) == ({0.003}, {0.003})
+
+
+def test_measuring_costs_is_no_part_of_what_choosing_takes(model, cache, timed, monkeypatch):
+    """Else the next calls would go on with what this one chose for hundreds of rounds, however little they bring."""
+    measured, took = probe.measured, []
+
+    def slow(engine, **how):
+        took.append(100.0)
+        return measured(engine, **how)
+
+    monkeypatch.setattr(probe, "measured", slow)
+    for module in (adaptive, steering):
+        monkeypatch.setattr(module, "perf_counter", lambda: perf_counter() + sum(took))
+    call(model)
+    (openings,) = state_of(model).openings.values()
+    assert len(took) == 2
+    assert 0.0 < openings.choosing_seconds < 100.0
 
 
 @pytest.mark.parametrize("seconds", [0.004, 0.0035, 0.1])

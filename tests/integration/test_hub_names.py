@@ -6,8 +6,8 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from models import tiny
 
-from hf_mlspec.integration.levels import hub
-from hf_mlspec.integration.levels.load import load_causal_lm
+from hf_mlspec.integration.levels import hub, load
+from hf_mlspec.integration.levels.load import load_causal_lm, read_model
 from hf_mlspec.integration.levels.resolve import check_words
 from hf_mlspec.integration.levels.words import is_hub_name
 
@@ -45,6 +45,21 @@ def test_offline_nobody_is_asked(monkeypatch):
     with pytest.raises(ValueError, match="no such folder"):
         load_causal_lm(NOBODY)
     assert waits == []
+
+
+def test_a_revision_that_the_cache_has_is_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, held = "a" * 40, tmp_path / f"models--{NOBODY.replace('/', '--')}"
+    for file, text in (("refs/second", commit), (f"snapshots/{commit}/config.json", "{}")):
+        (held / file).parent.mkdir(parents=True)
+        (held / file).write_text(text)
+    assert hub.why_not_on_hub(NOBODY, "second") is None
+    assert "not to be asked" in hub.why_not_on_hub(NOBODY, "third")
+    assert "not to be asked" in hub.why_not_on_hub(NOBODY)
+    monkeypatch.setattr(load, "why_not_on_hub", lambda *asked: f"of {asked}")
+    with pytest.raises(ValueError, match=f"of .'{NOBODY}', 'second'"):
+        read_model(NOBODY, "auto", revision="second")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(monkeypatch):

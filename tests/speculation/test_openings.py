@@ -106,7 +106,7 @@ class Target:
 class Told:
     """A controller that stays with "off", and keeps what it is told."""
 
-    seen = 0
+    seen, measuring = 0, 0.0
 
     def __init__(self):
         self.rounds, self.rested, self.choice, self.chosen = [], [], choice(OFF), 0

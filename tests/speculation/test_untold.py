@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from simulated import costs
@@ -152,3 +153,28 @@ def test_a_choice_that_takes_long_is_made_where_as_much_was_lost():
             if made._left == 0:
                 break
     assert [asked.count(took) for took in (0.0, 1.0, 5.0)] == [4, 7, 31]
+
+
+def test_rounds_that_were_predicted_by_other_costs_say_nothing_of_these():
+    """Costs were measured anew since a call began with its choice."""
+    before = chosen(1)
+    first, off = before.choice, replace(before.choice, plan=Plan((0, 0)), limits=[0])
+    for target, known in ((TARGET_COSTS, {(0, 1), ()}), (costs(5e-4, 5e-6), set())):
+        made = Controller(target, LEVELS, memory=before.memory.kept())
+        made.start(1)
+        made.observe([4], [4], [2], first.forecast.seconds, True, first)
+        made.settle()
+        made.choice = off
+        made.observe_off(4, 4e-3)
+        assert {active for active, _, _ in made.memory.ratios} == known
+        assert made.memory.pairs[0, -1].total.tried == 3  # of the text they tell as much
+
+
+def test_a_row_that_has_ended_takes_no_token_from_what_others_bring():
+    made = chosen(12)
+    made.choice.by_chances = 22.0
+    made._lost = 0.0
+    made.observe([4] * 11 + [0], [4] * 11 + [0], [2] * 11 + [-1], made.forecast.seconds)  # of captured rounds
+    made.settle()
+    (gain,) = made.memory.gains.values()
+    assert (gain.tried, gain.kept) == (22.0, 22.0)

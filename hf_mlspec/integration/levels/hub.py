@@ -13,10 +13,11 @@ _silent: dict[str, tuple[float, str]] = {}  # when a name was asked for, and wha
 _answered: set[str] = set()
 
 
-def why_not_on_hub(name: str) -> str | None:
+def why_not_on_hub(name: str, revision: str | None = None) -> str | None:
     """Why nothing can be known of a hub name: the hub's cache has no config.json of it, and the hub is not to be asked
-    (HF_HUB_OFFLINE) or does not answer. None where one of them says something, whatever that is."""
-    if name in _answered or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    (HF_HUB_OFFLINE) or does not answer. None where one of them says something, whatever that is. revision: of the
+    model, None for the main one."""
+    if name in _answered or isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
         return None
     if constants.HF_HUB_OFFLINE:
         return _said("is not to be asked (HF_HUB_OFFLINE)")

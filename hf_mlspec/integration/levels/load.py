@@ -65,9 +65,9 @@ def require_config(path: str, name: str) -> None:
         raise ValueError(f"{name} cannot be loaded as a causal language model: the folder holds no config.json")
 
 
-def _require_known(path: str, name: str) -> None:
+def _require_known(path: str, name: str, revision: str | None = None) -> None:
     """ValueError, which calls the model `name`, for a hub name of which nothing can be known."""
-    why = None if Path(path).exists() or not is_hub_name(path) else why_not_on_hub(path)
+    why = None if Path(path).exists() or not is_hub_name(path) else why_not_on_hub(path, revision)
     if why is not None:
         raise ValueError(f"{name} cannot be loaded as a causal language model: {why}")
 
@@ -75,7 +75,7 @@ def _require_known(path: str, name: str) -> None:
 def read_model(path: str, dtype: torch.dtype | str, **options: Any) -> transformers.PreTrainedModel:
     """The causal language model of a folder or hub name, on the CPU, loaded with these options of from_pretrained.
     ValueError, in one line, where there is none."""
-    _require_known(path, repr(path))
+    _require_known(path, repr(path), options.get("revision"))
     require_own_shards(path)
     require_no_head(path)
     try:

@@ -276,7 +276,7 @@ class Steering:
             for what in self._early:
                 what(made)
             self._early.clear()
-            self.controller, self._making = made, perf_counter() - begin
+            self.controller, self._making = made, perf_counter() - begin - made.measuring
             self._watch()
         return self.controller
 
