@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
-from ..engines.modules.states import keeps_state
 from ..engines.trees import END
 from .acceptance import accept_greedy, accept_row, accept_tree
 from .draft import Draft, Rows
@@ -198,7 +197,7 @@ def why_no_trees(runner: Engine) -> str:
     """What a level does whose engine scores rows alone."""
     if not runner.can.stateful:
         return f"runs on engine {runner.name!r}"
-    return "keeps a state" if keeps_state(runner.model) else "runs row by row"
+    return "keeps a state" if getattr(runner, "keeps_state", True) else "runs row by row"
 
 
 def runner_is_greedy(runner: Engine, sampler: Sampler) -> bool:

@@ -79,8 +79,13 @@ class StatefulEngine(ModuleEngine):
     def start(self, batch: int, device: torch.device) -> None:
         """No token of `batch` rows is known yet."""
         self.device, self.lengths, self.cache = device, [0] * batch, _RowStates(batch)
-        self._splits_prompts = keeps_state(self.model)
+        self._splits_prompts = self.keeps_state
         self._forward = state_forward(self.model) if self._splits_prompts else prepared_forward(self.model)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the model keeps one, or its rows alone take passes of their own."""
+        return keeps_state(self.model)
 
     @property
     def bytes_per_token(self) -> int:
