@@ -36,7 +36,7 @@ from .device_choice import (
     weights_on_device,
 )
 from .host_choice import ChosenOnHost, Scorers
-from .likely import TRIES, likely_of
+from .likely import TRIES, LikelyWidths
 from .router import STEP, Router
 from .row_widths import ChoosingRows
 
@@ -62,7 +62,7 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         self.chosen, self.queries = [], []
         self._row_bits: dict[tuple, RowBits] = {}  # graphs hold addresses of theirs
         self._on_device, self._top = chooses_on_device(decoder, router), streamed_top(decoder)
-        self._likely = likely_of(router)  # of planes that are streamed
+        self._likely = LikelyWidths()  # of planes that are streamed
         self._scorers = None if self._on_device and not self._top else Scorers(router, decoder.device)
         self._weights = weights_on_device(router, decoder.device) if self._on_device or router.every == STEP else []
         self._state: StepState | None = None  # of rows whose steps choose
