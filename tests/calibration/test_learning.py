@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from test_rotate import FAMILIES, logits_of, model_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from turns import check_gradient_of_a_turn
 
 import hf_mlspec
 from hf_mlspec import demo_pair
@@ -141,22 +142,7 @@ def test_steps_stay_rotations_and_reach_the_nearest_one():
 
 def test_a_turn_has_the_gradient_of_rotated_weights_but_for_what_turns_nothing():
     """Of inputs that a matrix rotated, which are rounded, and of weights that it rotated, as plain torch has it."""
-    seed = torch.Generator().manual_seed(4)
-    x, weight = torch.randn(2, 5, 64, generator=seed), torch.randn(32, 64, generator=seed)
-    wanted, start = torch.randn(2, 5, 32, generator=seed), orthogonal(64, 6).float()
-    matrix, given = start.clone().requires_grad_(), x.clone().requires_grad_()
-    turned = given @ matrix
-    codes = turned + (learning._coded(turned.detach(), 32, 4) - turned).detach()
-    expected = F.linear(codes, weight @ matrix)
-    (expected * wanted).sum().backward()
-    turn, read = torch.zeros(64, 64, requires_grad=True), x.clone().requires_grad_()
-    found = F.linear(learning._Turned.apply(read, start, turn, 32, 4), weight)
-    (found * wanted).sum().backward()
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(read.grad, given.grad, rtol=1e-4, atol=1e-4)
-    along, ours = matrix.grad @ start.T, turn.grad
-    assert (along - along.T).norm() > 1
-    assert torch.allclose(ours - ours.T, along - along.T, rtol=1e-3, atol=1e-3)
+    check_gradient_of_a_turn(orthogonal(64, 6).float())
 
 
 def loss_of(model: nn.Module, residual: torch.Tensor, samples: list[torch.Tensor]) -> float:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from decoders import random_model
 from torch import nn
+from turns import check_gradient_of_a_turn
 
 import hf_mlspec
-from hf_mlspec.calibration import learning
 from hf_mlspec.integration.scoring import token_logprobs
 from hf_mlspec.nn.packed import PackedLinear
 
@@ -98,23 +98,8 @@ def test_a_rotation_is_learned_and_a_stopped_run_goes_on(tmp_path):
 
 def test_a_turn_has_the_gradient_of_rotated_weights_but_for_what_turns_nothing():
     """As on a CPU (tests/calibration/test_learning.py)."""
-    seed = torch.Generator().manual_seed(4)
-    shapes = (2, 5, 64), (32, 64), (2, 5, 32), (64, 64)
-    x, weight, wanted, drawn = (torch.randn(shape, generator=seed).to(DEVICE) for shape in shapes)
-    start = torch.linalg.qr(drawn.double())[0].float()
-    matrix, given = start.clone().requires_grad_(), x.clone().requires_grad_()
-    turned = given @ matrix
-    codes = turned + (learning._coded(turned.detach(), 32, 4) - turned).detach()
-    expected = nn.functional.linear(codes, weight @ matrix)
-    (expected * wanted).sum().backward()
-    turn, read = torch.zeros_like(start, requires_grad=True), x.clone().requires_grad_()
-    found = nn.functional.linear(learning._Turned.apply(read, start, turn, 32, 4), weight)
-    (found * wanted).sum().backward()
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(read.grad, given.grad, rtol=1e-4, atol=1e-4)
-    along, ours = matrix.grad @ start.T, turn.grad
-    assert (along - along.T).norm() > 1
-    assert torch.allclose(ours - ours.T, along - along.T, rtol=1e-3, atol=1e-3)
+    drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    check_gradient_of_a_turn(torch.linalg.qr(drawn.to(DEVICE))[0].float())
 
 
 @pytest.mark.parametrize("method", ["gptq", "quarot+gptq"])

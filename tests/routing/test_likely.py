@@ -108,22 +108,20 @@ def test_behind_some_tries_the_host_waits(engine, waited):
     assert len(waited) == len(engine.blocks)
 
 
-def test_steps_and_their_prompts_are_those_of_the_resident_model(engine):
-    row, found = queries(1, 20)[0].tolist(), []
-    for _ in range(2):  # waited for, then likely
-        engine.start(1, CPU)
-        own, tokens = list(row), []
-        with torch.inference_mode():
-            for _ in range(4):
-                tokens.append(int(engine.feed([own])[0, -1].argmax()))
-                own.append(tokens[-1])
-        found.append(tokens)
-    model = pair(seed=2)[1].eval()
-    resident = RoutedCudaEngine(model, built_decoder(model, "cuda"), engine.router)
-    resident.start(1, CPU)
-    own, tokens = list(row), []
+def steps_of(engine, row):
+    """Four greedy tokens behind a row, and the engine begins anew."""
+    engine.start(1, CPU)
+    own = list(row)
     with torch.inference_mode():
         for _ in range(4):
-            tokens.append(int(resident.feed([own])[0, -1].argmax()))
-            own.append(tokens[-1])
+            own.append(int(engine.feed([own])[0, -1].argmax()))
+    return own[len(row) :]
+
+
+def test_steps_and_their_prompts_are_those_of_the_resident_model(engine):
+    row = queries(1, 20)[0].tolist()
+    found = [steps_of(engine, row) for _ in range(2)]  # waited for, then likely
+    model = pair(seed=2)[1].eval()
+    resident = RoutedCudaEngine(model, built_decoder(model, "cuda"), engine.router)
+    tokens = steps_of(resident, row)
     assert found == [tokens, tokens]
