@@ -201,8 +201,8 @@ def _own_forward(model: nn.Module) -> Callable:
             # Tensors accelerate would take to the tokens, and the last norm may be elsewhere.
             options["logits_to_keep"] = kept if isinstance(kept, slice) else kept.tolist()
         elif takes_kept:
-            places = torch.arange(tokens.shape[1], device=tokens.device)
-            options["logits_to_keep"] = places[kept] if isinstance(kept, slice) else kept
+            index = torch.arange(tokens.shape[1], device=tokens.device)[kept] if isinstance(kept, slice) else kept
+            options["logits_to_keep"] = index
         out = model(
             input_ids=tokens,
             position_ids=positions,
