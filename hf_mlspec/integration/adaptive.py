@@ -20,7 +20,8 @@ from ..speculation.costs import PassCosts
 from ..speculation.deferred import inside
 from ..speculation.fixed_rounds import FixedExpectations
 from ..speculation.fixed_shapes import Captured, Captures, FixedController
-from ..speculation.memory import LevelCosts, Memory, Openings
+from ..speculation.memory import LevelCosts, Memory
+from ..speculation.openings import Openings
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.planning import KeptGraphs
 from ..speculation.shelf import Outlook, Shelf, Shelving
@@ -134,7 +135,8 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
     config, target = wiring.config, chain.target.runner
     engines = [runner for runner in chain.runners if runner is not None]
     how = {"profile": config.profile, "prepare": config.prepare, "replayed": replayed}
-    disproved = chain.openings is not None and chain.openings.disproved and not replayed
+    openings = chain.openings
+    disproved = openings is not None and (openings.by_trial or (openings.disproved and not replayed))
     own, *costs = costs_of(target, engines, disproved=disproved, **how)
     of_levels = iter(costs)
     told = [
@@ -229,7 +231,7 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
         write_what_is_due()
     chooses = None if chain.steering is None else chain.steering.controller
     if chooses is not None and chain.openings is not None and chooses.disproves_costs:
-        chain.openings.disprove()
+        chain.openings.disprove(by_trial=chooses.costs_too_high)
     if chain.shelving is not None and chain.shelving.left_out:
         names = " + ".join(chain.names)
         say_once(

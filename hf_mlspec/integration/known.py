@@ -27,7 +27,8 @@ from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
 from ..speculation.deferred import Built, Deferred, Kind
-from ..speculation.memory import LevelCosts, Openings, alike
+from ..speculation.memory import LevelCosts
+from ..speculation.openings import Openings, alike
 from ..speculation.plans import Situation
 from ..speculation.rounds.planning import ends_unquestioned
 from ..speculation.search import Choice
