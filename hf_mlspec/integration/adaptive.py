@@ -123,6 +123,8 @@ def _controller(
     else:
         made = FixedController(own, told, captures=captures, **how)
         chain.waiting = made.waiting
+    if chain.openings is not None:
+        made.on_disproved = partial(chain.openings.disprove, by_trial=True)
     memories[key] = made.memory
     if learned is not None:
         learned.memory = made.memory
@@ -231,7 +233,7 @@ def tell_what_never_pays(model: PreTrainedModel, chain: Chain, stats: Speculatio
         write_what_is_due()
     chooses = None if chain.steering is None else chain.steering.controller
     if chooses is not None and chain.openings is not None and chooses.disproves_costs:
-        chain.openings.disprove(by_trial=chooses.costs_too_high)
+        chain.openings.disprove()
     if chain.shelving is not None and chain.shelving.left_out:
         names = " + ".join(chain.names)
         say_once(

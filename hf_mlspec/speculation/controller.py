@@ -120,7 +120,7 @@ class Controller(Trials):
     @property
     def disproves_costs(self) -> bool:
         """Whether rounds say that something else ran when costs were measured."""
-        return self.by_clock and (self.costs_too_high or self.memory.disproves(self.target, ROUND_SECONDS))
+        return self.by_clock and self.memory.disproves(self.target, ROUND_SECONDS)
 
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
@@ -172,8 +172,8 @@ class Controller(Trials):
         whole = sum(limits) >= _WHOLE * sum(choice.limits)  # else rows end, and drafts are shorter than the plan's
         timed = usual and whole and self.by_clock and not choice.switched
         took = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds) if timed else expected.seconds
-        if choice.of_costs and timed:  # what else runs only adds: a round that takes less is no chance
-            self.costs_too_high |= 0.0 < seconds < DISTURBED * expected.by_costs
+        if choice.of_costs and timed and 0.0 < seconds < DISTURBED * expected.by_costs:  # what else runs only adds
+            self.on_disproved()
         choice.switched = False
         self._lost = expected.lost(self._lost, committed, took)
         if choice is not self._untold.choice:

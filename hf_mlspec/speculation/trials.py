@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .costs import PassCosts
 from .memory import LevelCosts, Memory
 from .plans import Drafting, Plan, Situation
@@ -36,7 +38,8 @@ class Trials(Learner):
         self._remembers, self._granted, self.to_build = remembers, False, 0.0
         self._joined, self._chosen, self._took = 0, 0, 0.0  # rows since the last choice; choices; seconds of the last
         self._trying = Drafting(())  # the rows that draft in a trial
-        self._of_costs = self.costs_too_high = False  # the trial is about them; one has shown it
+        self._of_costs = False  # the trial is about them
+        self.on_disproved: Callable[[], None] = _nothing  # a trial has shown that costs are too high
 
     def _grant(self, situation: Situation, off_speed: float) -> None:
         """Seconds for trials where rows have joined: in advance, or what earlier calls left, a few times that."""
@@ -110,3 +113,7 @@ class Trials(Learner):
         """The rows that may draft in a trial: a few, others each time, or all, of which most is learned."""
         few = -(-batch // _ROWS_OF_A_TRIAL)
         return [Drafting(tuple((self._chosen + i) % batch for i in range(few))), Drafting.all_of(batch)]
+
+
+def _nothing() -> None:
+    pass

@@ -33,14 +33,15 @@ def calls(level: LevelCosts, told: LevelCosts, chance: float, rows: int, count: 
     for number in range(count):
         machine = Simulated(TARGET, [level], lambda *_: chance, seed=number)
         controller = Controller(TARGET, [told], memory=memory, **how)
-        seen = []
+        seen, shown = [], []
+        controller.on_disproved = lambda s=shown: s.append(1)
         original = controller.observe
         controller.observe = lambda *given, f=original, c=controller, s=seen, **more: (
             s.append(c.choice.of_costs), f(*given, **more))  # fmt: skip
         took = machine.decode(controller, rows, tokens)
         over.append(took / (tokens * TARGET.of(float(rows))))
         tried += sum(seen)
-        if controller.costs_too_high:
+        if shown:
             return over, tried, number
         memory = controller.memory.kept()
     return over, tried, None
@@ -83,40 +84,41 @@ def test_lookups_have_no_costs_that_could_be_wrong():
 
 
 def test_a_clock_that_jumps_says_nothing_of_costs():
-    controller = trying(Controller(TARGET, [believed(CAST, 4.0)]))
+    controller, shown = trying(Controller(TARGET, [believed(CAST, 4.0)]))
     plan = controller.plan
     controller.observe([plan.most], [plan.most], [plan.most], 2.8)  # cold caches
     controller.observe([plan.most], [plan.most], [plan.most], -1.0)
-    assert not controller.costs_too_high
+    assert not shown
 
 
 def test_the_first_round_of_a_trial_is_not_timed():
-    controller = trying(Controller(TARGET, [believed(CAST, 4.0)]))
+    controller, shown = trying(Controller(TARGET, [believed(CAST, 4.0)]))
     plan = controller.plan
     for seconds, found in ((1.4, False), (1.4, True)):
         controller.observe([plan.most], [plan.most], [plan.most], seconds)
-        assert controller.costs_too_high is found
+        assert bool(shown) is found
 
 
 def test_captured_rounds_of_a_level_that_seemed_too_dear_are_timed():
-    controller = trying(FixedController(TARGET, [believed(CAST, 4.0)], captures=Captured()))
+    controller, shown = trying(FixedController(TARGET, [believed(CAST, 4.0)], captures=Captured()))
     plan = controller.plan
     for _ in range(2):
         controller.observe([plan.most], [plan.most], [plan.most], 1.4)
-    assert controller.costs_too_high
+    assert shown
 
 
-def trying(controller: Controller) -> Controller:
-    """A controller that has rows and much to spend, in a trial of costs."""
+def trying(controller: Controller) -> tuple[Controller, list]:
+    """A controller that has rows and much to spend, in a trial of costs; and what is told once it shows something."""
+    shown = []
+    controller.on_disproved = lambda: shown.append(1)
     controller.start(1)
     controller.memory.spare = controller.memory.capturing = 100.0
     for _ in range(8):
         controller.choose(Situation([1000], 0.0, [[0]]))
         if controller.choice.of_costs:
             assert controller.plan.active
-            return controller
+            return controller, shown
         for _ in range(4):
-            tokens = controller.choice.forecast.tokens
-            controller.observe([controller.plan.most], [controller.plan.most], [0],
-                               controller.choice.forecast.seconds * 1 / max(tokens, 1) * tokens)  # fmt: skip
+            limits = [controller.plan.most]
+            controller.observe(limits, limits, [0], controller.choice.forecast.seconds)
     raise AssertionError("no trial of costs")

@@ -172,10 +172,11 @@ def _check(
 
 def _timed_again(engine: Engine, kept: PassCosts, share: float, how: dict[str, bool]) -> PassCosts:
     """Passes of few tokens, and those of many that take no more than so many seconds. Without a bound also what
-    attention costs. Passes of which costs say that they take long are timed all the same: costs may be wrong."""
-    wide = [count for count in _WIDE_TOKENS if count <= kept.tokens[-1]]
-    wide = [count for count in wide if _CHECK_PASSES * kept.of(float(count)) <= share]
-    budget = sum(_CHECK_PASSES * kept.of(float(count)) for count in wide)
+    attention costs. Costs of many tokens may be wrong: a pass takes no more than several of fewer tokens."""
+    few, seconds = _CHECK_TOKENS[-1], kept.of(float(_CHECK_TOKENS[-1]))
+    takes = {count: _CHECK_PASSES * min(kept.of(float(count)), count / few * seconds) for count in _WIDE_TOKENS}
+    wide = [count for count in _WIDE_TOKENS if count <= kept.tokens[-1] and takes[count] <= share]
+    budget = sum(takes[count] for count in wide)
     return measured(engine, budget=budget, repeats=_CHECK_REPEATS, tokens=(*_CHECK_TOKENS, *wide),
                     long=math.isinf(share), **how)  # fmt: skip
 
