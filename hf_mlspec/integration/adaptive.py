@@ -118,13 +118,14 @@ def _controller(
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
     if captures is None:
         made = Controller(own, told, **how)
-        if chain.openings is not None and chain.deferred is None:
-            chain.openings.due = next_check([target, *filter(None, chain.runners)], replayed=False)
     else:
         made = FixedController(own, told, captures=captures, **how)
         chain.waiting = made.waiting
     if chain.openings is not None:
         made.on_disproved = partial(chain.openings.disprove, by_trial=True)
+    if chain.openings is not None and chain.deferred is None:
+        engines = [target, *filter(None, chain.runners)]
+        chain.openings.due = next_check(engines, replayed=captures is not None)
     memories[key] = made.memory
     if learned is not None:
         learned.memory = made.memory

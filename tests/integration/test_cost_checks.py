@@ -260,5 +260,6 @@ def test_costs_that_a_trial_disproves_are_timed_at_all_widths_once(model, cache,
     openings.doubt()
     assert all(call(model, engine=engine) == expected for _ in range(20))
     assert openings.by_trial
+    assert not probe.is_due(openings.due)  # else no call would do without its levels
     assert widths["checks"] == [((1, 8, 32, 128), True)] * 2
     assert of_many(model) == {2.5e-3}
