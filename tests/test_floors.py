@@ -37,7 +37,6 @@ TIMES_ROOMS = {
     "eval/cache_rotation/": ("hf_mlspec.formats",),
     "eval/nested_quality/": ("hf_mlspec.formats",),
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
-    "eval/code_table": ("hf_mlspec.formats",),
     "eval/bench_call/": ("hf_mlspec.speculation",),
     "eval/routing/": ("hf_mlspec.evaluation.tasks", "hf_mlspec.nn", "hf_mlspec.routing"),
     "eval/bench_planes/": ("hf_mlspec.nn", "hf_mlspec.routing"),

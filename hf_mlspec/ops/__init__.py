@@ -56,6 +56,7 @@ from .zipper import (
     zipper_low_linear,
     zipper_low_sums,
 )
+from .zipper_table import zipper_rows
 
 __all__ = [
     "GATED_OUTPUTS",
@@ -138,4 +139,5 @@ __all__ = [
     "zipper_linear",
     "zipper_low_linear",
     "zipper_low_sums",
+    "zipper_rows",
 ]

@@ -108,6 +108,7 @@ SCHEMAS = [
     "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",
     "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",
     "zipper_high_sums(Tensor x, Tensor high, Tensor(a!) sums) -> ()",
+    "zipper_rows(Tensor ids, Tensor planes, Tensor step, Tensor places, int lowest, float scale) -> Tensor",
 ]
 
 
