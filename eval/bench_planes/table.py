@@ -26,7 +26,7 @@ from .models import budget_of, bus_speed, dense_bytes, model_of, plane_bytes, so
 from .routed import fit_guesses, made_router
 
 _SHOWN = 8  # calls that are not timed: they load kernels, and planes that they read come to stay
-_TOKENS = 24  # behind a prompt
+_TOKENS, _QUICK_TOKENS = 64, 24  # behind a prompt
 _COMPARED = 4  # prompts whose ids are compared
 
 
@@ -67,16 +67,17 @@ def _measured(name: str, model: PreTrainedModel, options: argparse.Namespace, *,
     """Medians of prompts of random tokens."""
     found: dict = {"name": name}
     with hf_mlspec.precision_switch(model).at(bits) if bits else nullcontext():
+        new = _QUICK_TOKENS if options.quick else _TOKENS
         for tokens in (16, 64) if options.quick else (256, 2048):
             source = source_of(model) if name.startswith("routed") else None
             first = [_seconds(model, tokens, 1, options)[0] for _ in range(_SHOWN + options.repeats)][_SHOWN:]
             before = source.counts.fetched_bytes if source else 0
             _seconds(model, tokens, 1, options)
             fetched = source.counts.fetched_bytes - before if source else 0
-            each = [_seconds(model, tokens, 1 + _TOKENS, options)[0] for _ in range(1 + options.repeats)][1:]
+            each = [_seconds(model, tokens, 1 + new, options)[0] for _ in range(1 + options.repeats)][1:]
             first_s = statistics.median(first)
             found |= {f"first_{tokens}_ms": first_s * 1e3, f"fetched_{tokens}": fetched,
-                      f"token_{tokens}_ms": (statistics.median(each) - first_s) / _TOKENS * 1e3}  # fmt: skip
+                      f"token_{tokens}_ms": (statistics.median(each) - first_s) / new * 1e3}  # fmt: skip
         begin = time.perf_counter()
         for _ in range(2 if options.quick else options.windows):
             _seconds(model, 64 if options.quick else 2048, 1, options)
@@ -97,5 +98,5 @@ def _seconds(
 
 
 def _ids(model: PreTrainedModel, options: argparse.Namespace) -> list[int]:
-    tokens = 16 if options.quick else 256
-    return [own for seed in range(_COMPARED) for own in _seconds(model, tokens, _TOKENS, options, seed)[1]]
+    tokens, new = (16, _QUICK_TOKENS) if options.quick else (256, _TOKENS)
+    return [own for seed in range(_COMPARED) for own in _seconds(model, tokens, new, options, seed)[1]]
