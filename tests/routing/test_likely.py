@@ -171,6 +171,21 @@ def test_a_block_of_nan_is_named_and_the_next_prompt_is_right(engine):
     assert (widths, logits.equal(wanted[0])) == (wanted[1], True)
 
 
+def test_the_first_prompt_finds_what_is_usual_for_training_queries(engine, waited):
+    rows = queries(RECENT + 1, 20).tolist()
+    widths = read(engine, rows[0])[1]
+    waited.clear()
+    engine.router.usual = [max(own, 3) for own in widths]
+    next(iter(engine.blocks[0].linears.values())).source.likely.clear()
+    again = RoutedCudaEngine(engine.model, engine.decoder, engine.router)
+    logits, chosen, passes = read(again, rows[0])
+    assert (chosen, passes, waited) == (widths, 1, [])
+    assert logits.equal(read(engine, rows[0])[0])
+    for _ in range(RECENT):
+        again._likely.saw([2] * len(widths))
+    assert again._likely.of_all() == [2] * len(widths)  # what is usual counts as one prompt
+
+
 def test_what_is_likely_lives_with_the_planes_that_are_streamed(engine):
     row = queries(1, 20)[0].tolist()
     widths = read(engine, row)[1]
