@@ -39,7 +39,7 @@ TIMES_ROOMS = {
     "eval/random_packed": ("hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/bench_call/": ("hf_mlspec.speculation",),
     "eval/routing/": ("hf_mlspec.evaluation.tasks", "hf_mlspec.nn", "hf_mlspec.routing"),
-    "eval/bench_planes/": ("hf_mlspec.nn", "hf_mlspec.routing"),
+    "eval/bench_planes/": ("hf_mlspec.nn", "hf_mlspec.ops", "hf_mlspec.routing"),
     "eval/list_architectures/": ("hf_mlspec.engines", "hf_mlspec.integration"),
     "eval/bench_architectures/": ("hf_mlspec.engines",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
