@@ -77,7 +77,7 @@ def chain_without_levels(
         return None
     known, chain = found
     if chain.left_off is None:
-        chain.openings = wiring.state.openings[known.key]
+        chain.openings = wiring.state.openings.setdefault(known.key, Openings())
         chain.controller = partial(_controller, wiring, chain, known.key, *known.costs[False])
     return chain
 
@@ -94,7 +94,7 @@ def controller_of(
     known = wiring.state.known.get(wiring.asked)
     if known is not None:
         known.costs[captures is not None] = own, told
-        describe(wiring, chain, captures is not None)
+        describe(wiring, chain, known, captures is not None)
         if isinstance(captures, KeptGraphs):
             known.captured = weakref.ref(captures.chain)
     measuring = perf_counter() - begin
@@ -110,9 +110,10 @@ def _controller(
     """As `controller_of`, where costs are known. chain_key: of what calls of this chain learn."""
     target, memories, key = chain.target.runner, wiring.state.memories, (*chain_key, captures is not None)
     exact = target.can.bit_exact
-    if exact and key not in wiring.state.learned:
-        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(chain.names))
-    learned = wiring.state.learned[key] if exact else None
+    learned = wiring.state.learned.get(key) if exact else None
+    if exact and key not in wiring.state.learned:  # None is kept, too
+        learned = learned_of(target, captures is not None, key, _TWINS * len(chain.names))
+        wiring.state.learned[key] = learned
     memory = memories.get(key) if exact else None
     memory = memory.kept() if memory is not None else learned and learned.read()
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}

@@ -166,9 +166,8 @@ def _is_object(one: Any) -> bool:
     return one is not None and not isinstance(one, (str, os.PathLike))
 
 
-def describe(wiring: Wiring, chain: Chain, replayed: bool) -> None:
+def describe(wiring: Wiring, chain: Chain, known: Known, replayed: bool) -> None:
     """Costs of this chain are known from now on: other processes begin with that."""
-    known: Known = wiring.state.known[wiring.asked]
     if known.file is None or replayed in known.described:
         return
     known.described.add(replayed)

@@ -88,9 +88,12 @@ def costs_of(
     have shown that costs do not hold.
     """
     engines = [target, *levels]
-    unknown = [engine for engine in engines if _kept(engine, replayed) is None]
-    given = _given(target, profile) if unknown and profile is not None else {}
-    for engine in unknown:
+    # What is kept of a model goes when another thread clears it: a call holds what it found.
+    held = [_kept(engine, replayed) for engine in engines]
+    given = _given(target, profile) if None in held and profile is not None else {}
+    for place, engine in enumerate(engines):
+        if held[place] is not None:
+            continue
         found = given.get(model_of(engine, replayed)) if given else None
         found = found or _cached(engine, target, replayed)
         if found is None:
@@ -99,11 +102,12 @@ def costs_of(
             keep(engine, found, target, replayed)
         else:
             state_of(engine.model).costs[_state_key(engine, replayed)] = found
+        held[place] = found
     if target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
-        for engine in engines:
+        for engine, kept in zip(engines, held, strict=True):
             how = {"budget": _BUDGET / len(engines), "prepare": prepare, "replayed": replayed}
-            _check(engine, target, profile=profile, disproved=disproved, **how)
-    return [_kept(engine, replayed) for engine in engines]
+            _check(engine, target, _kept(engine, replayed) or kept, profile=profile, disproved=disproved, **how)
+    return [_kept(engine, replayed) or kept for engine, kept in zip(engines, held, strict=True)]
 
 
 def costs_of_hash(
@@ -136,13 +140,13 @@ def age_of(costs: PassCosts) -> float:
 
 
 def _check(
-    engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
+    engine: Engine, target: Engine, kept: PassCosts, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
     profile: str | os.PathLike | None,
 ) -> None:  # fmt: skip
-    """Where it is due, time passes of few tokens, and of many where that is little or rounds have shown that costs do
-    not hold; costs of which one turns out to be less are measured anew, and each is the least that was ever measured.
+    """Where it is due, time passes of few tokens, and of many where that is little or rounds have shown that kept costs
+    do not hold; those of which one turns out to be less are measured anew, and each is the least that was ever measured.
     Where all take longer, time after time, they are measured anew, too, and what was kept is forgotten."""
-    checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
+    checks, key = state_of(engine.model).checks, _state_key(engine, replayed)
     check = checks.get(key)
     if check is None:
         check = checks[key] = Check.of(kept, replayed, _are_told(profile))
