@@ -26,7 +26,7 @@ from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
 from .kinds import rope_kind, rope_kinds, window_of
-from .known import KNOWN, recognised, supposed_of
+from .known import KNOWN, recognised
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UndescribedClass, UnknownArchitecture, table_dtype
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
@@ -71,6 +71,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
 
 
 def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The rows that are added to embeddings of this dtype."""
     table = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
     _require_width(text_config(model), table.shape[1], "embedding of positions")
     if table.dtype != dtype:
@@ -169,8 +170,8 @@ def described(model: nn.Module) -> Description:
     """What is known of a model's class; UnknownArchitecture where nothing is."""
     kind, name = type(model), type(model).__name__
     entry = _of_wrapper(model, name) if name in WRAPPERS else KNOWN.get(name)
-    known = entry is not None and kind.__module__.startswith(entry.package)
-    entry = supposed_of(kind) or (entry if known else recognised(kind, text_config(model)))
+    if entry is None or not kind.__module__.startswith(entry.package):
+        entry = recognised(kind, text_config(model))
     if entry is None:
         raise UndescribedClass("the compiled decoder does not know this class")
     return entry

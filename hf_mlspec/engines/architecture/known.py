@@ -28,15 +28,12 @@ def form_of(config: Any) -> dict[str, Any]:
 
 
 def recognised(kind: type, config: Any) -> Description | None:
-    """What a probe found of a class and a config like this one; None where it found nothing."""
+    """What a probe found, or supposes, of a class and a config like this one; None where it found nothing."""
+    asked = _supposed.get()
+    if asked is not None and asked[0] is kind:
+        return asked[1]
     entry, form = RECOGNISED.get(kind, (None, None))
     return entry if entry is not None and form == form_of(config) else None
-
-
-def supposed_of(kind: type) -> Description | None:
-    """What a probe that runs in this thread takes a class for."""
-    asked = _supposed.get()
-    return asked[1] if asked is not None and asked[0] is kind else None
 
 
 @contextmanager
