@@ -7,6 +7,7 @@ give a row the same bits whatever the other rows, their number and the number of
 
 from __future__ import annotations
 
+from .adapters import adapted_linear, low_rank_added, low_rank_between
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
@@ -38,7 +39,6 @@ from .rows import (
     gated,
     gated_in_order,
     gated_pairs,
-    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -64,6 +64,7 @@ __all__ = [
     "KernelError",
     "UnreadableLibrary",
     "activated",
+    "adapted_linear",
     "bf16_linear",
     "bitplane_chosen",
     "bitplane_linear",
@@ -89,6 +90,7 @@ __all__ = [
     "kernel_table",
     "library_hash",
     "low_rank_added",
+    "low_rank_between",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",

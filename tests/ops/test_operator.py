@@ -9,6 +9,7 @@ from hf_mlspec.ops.operator import REFERENCES, Operands, schema_of
 
 # What compiled libraries implement: a changed schema needs a library that was built anew.
 SCHEMAS = [
+    "adapted_linear(Tensor x, Tensor weight, Tensor? bias, Tensor between, Tensor up, Tensor first) -> Tensor",
     "bf16_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
@@ -56,7 +57,8 @@ SCHEMAS = [
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
-    "low_rank_added(Tensor y, Tensor x, Tensor down, Tensor up, Tensor first) -> Tensor",
+    "low_rank_added(Tensor y, Tensor between, Tensor up, Tensor first) -> Tensor",
+    "low_rank_between(Tensor x, Tensor down) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "

@@ -143,8 +143,8 @@ def _check(
     engine: Engine, target: Engine, kept: PassCosts, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
     profile: str | os.PathLike | None,
 ) -> None:  # fmt: skip
-    """Where it is due, time passes of few tokens, and of many where that is little or rounds have shown that kept costs
-    do not hold; those of which one turns out to be less are measured anew, and each is the least that was ever measured.
+    """Where it is due, time passes of few tokens, and of many where that is little or rounds have shown that kept
+    costs do not hold; those of which one turns out to be less are measured anew, and each is the least ever measured.
     Where all take longer, time after time, they are measured anew, too, and what was kept is forgotten."""
     checks, key = state_of(engine.model).checks, _state_key(engine, replayed)
     check = checks.get(key)
