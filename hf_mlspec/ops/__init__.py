@@ -20,6 +20,7 @@ from .experts import (
     int4_expert_rows,
     mxfp4_expert_rows,
     nested_expert_rows,
+    plane_expert_rows,
     weighted_norm_rows,
     weighted_rows,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "pack_awq_words",
     "pack_gptq_words",
     "plan_rows",
+    "plane_expert_rows",
     "prepack_int4",
     "prepack_int4_int8",
     "prepack_lut",

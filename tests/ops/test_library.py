@@ -43,7 +43,8 @@ def test_table_lists_every_op_on_every_device():
                 "low_rank_between", "ordered_rows",
                 "ragged_attention_rows", "rms_norm_in_order", "rope_write_rows", "round_lookup", "round_open",
                 "round_push", "round_settle", "round_window", "zipper_high_joined", "dense_expert_rows",
-                "int4_expert_rows", "mxfp4_expert_rows", "nested_expert_rows", "plan_rows", "route_rows",
+                "int4_expert_rows", "mxfp4_expert_rows", "nested_expert_rows", "plan_rows", "plane_expert_rows",
+                "route_rows",
                 "norm_route_row", "weighted_norm_rows", "weighted_rows", "delta_rows", "sigmoid_gated"}  # fmt: skip
     every = {(op, device) for op in REFERENCES for device in ("cpu", "cuda")}
     assert sorted(row[:2] for row in table) == sorted(every - {(op, "cpu") for op in composed})

@@ -74,6 +74,9 @@ SCHEMAS = [
     "nested_expert_rows(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, "
     "Tensor? bias, Tensor experts, Tensor plan, int out_features, int weight_bits, int activation_bits, float slope, "
     "float limit, int activation) -> Tensor",
+    "plane_expert_rows(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
+    "int out_features, int group_size, int zero_doubled, int num_planes, float slope, float limit, int activation) -> "
+    "Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "
