@@ -9,6 +9,7 @@ from typing import Any
 
 from .description import Description, not_served
 from .families import behind, hybrids, layer_norms, mixtures, rms
+from .parts import UndescribedClass
 
 _ENTRIES = (*rms.ENTRIES, *behind.ENTRIES, *layer_norms.ENTRIES, *mixtures.ENTRIES, *hybrids.ENTRIES)
 KNOWN: dict[str, Description] = {entry.class_name: entry for entry in _ENTRIES}
@@ -27,13 +28,16 @@ def form_of(config: Any) -> dict[str, Any]:
     return {name: said for name, said in config.to_dict().items() if name not in _NO_FORM}
 
 
-def recognised(kind: type, config: Any) -> Description | None:
-    """What a probe found, or supposes, of a class and a config like this one; None where it found nothing."""
+def recognised(kind: type, config: Any) -> Description:
+    """What a probe found, or supposes, of a class and a config like this one; UndescribedClass where it found
+    nothing."""
     asked = _supposed.get()
     if asked is not None and asked[0] is kind:
         return asked[1]
     entry, form = RECOGNISED.get(kind, (None, None))
-    return entry if entry is not None and form == form_of(config) else None
+    if entry is None or form != form_of(config):
+        raise UndescribedClass("the compiled decoder does not know this class")
+    return entry
 
 
 @contextmanager
