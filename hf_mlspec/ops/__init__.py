@@ -7,6 +7,7 @@ give a row the same bits whatever the other rows, their number and the number of
 
 from __future__ import annotations
 
+from .adapters import adapted_linear, low_rank_added, low_rank_between
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
@@ -19,6 +20,7 @@ from .experts import (
     int4_expert_rows,
     mxfp4_expert_rows,
     nested_expert_rows,
+    plane_expert_rows,
     weighted_norm_rows,
     weighted_rows,
 )
@@ -39,7 +41,6 @@ from .rows import (
     gated,
     gated_in_order,
     gated_pairs,
-    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -57,6 +58,7 @@ from .zipper import (
     zipper_low_linear,
     zipper_low_sums,
 )
+from .zipper_table import zipper_rows
 
 __all__ = [
     "GATED_OUTPUTS",
@@ -66,6 +68,7 @@ __all__ = [
     "KernelError",
     "UnreadableLibrary",
     "activated",
+    "adapted_linear",
     "bf16_linear",
     "bitplane_chosen",
     "bitplane_linear",
@@ -93,6 +96,7 @@ __all__ = [
     "kernel_table",
     "library_hash",
     "low_rank_added",
+    "low_rank_between",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
@@ -105,6 +109,7 @@ __all__ = [
     "pack_awq_words",
     "pack_gptq_words",
     "plan_rows",
+    "plane_expert_rows",
     "prepack_int4",
     "prepack_int4_int8",
     "prepack_lut",
@@ -145,4 +150,5 @@ __all__ = [
     "zipper_linear",
     "zipper_low_linear",
     "zipper_low_sums",
+    "zipper_rows",
 ]

@@ -154,11 +154,11 @@ class FixedController(Controller):
         if self._settled <= 0:
             super()._surprised()
 
-    def _worth_a_trial(self, search: FixedSearch, best: Plan, drafting: Drafting) -> Plan | None:
-        found, self._hoped = super()._worth_a_trial(search, best, drafting), None
+    def _worth_a_trial(self, search: FixedSearch, best: Plan, drafting: Drafting, margin: float) -> Plan | None:
+        found, self._hoped = super()._worth_a_trial(search, best, drafting, margin), None
         if found is None and not best.active and self._how(may_try=True)["doubts"] != (0.0,):
             self._hoped = search.hoped()
-            self._hoped.best(self._margin)
+            self._hoped.best(margin)
         return found
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:

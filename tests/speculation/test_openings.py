@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_mlspec.speculation.forecast import Forecast
-from hf_mlspec.speculation.memory import Openings
+from hf_mlspec.speculation.openings import Openings
 from hf_mlspec.speculation.plans import Plan
 from hf_mlspec.speculation.rounds.steering import Steering
 from hf_mlspec.speculation.search import Choice

@@ -19,8 +19,10 @@ from ...formats.zipper import LOW
 from ...nn.nested import NestedEmbedding
 from ...nn.shards import is_shared
 from ...nn.switch import filled
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import ACTIVATIONS
 from ...ops.delta import AT_START
+from ...ops.zipper_table import ZipperTable
 from ...precision import OWN_BITS, Bits
 from ..architecture import Block, rotary
 from ..built import bit_choices, device_of, standing, switches
@@ -91,7 +93,7 @@ class CudaDecoder:
         self._heads_order = heads_order(found.sizes, device)
         self._gated_heads = found.sizes.heads * found.sizes.head_dim if found.sizes.gated_heads else 0  # elements
         self._head = joined([found.head], "lm_head")
-        self._embedding = found.embedding.tiles() if isinstance(found.embedding, NestedEmbedding) else found.embedding
+        self._embedding = _read_table(found.embedding)
         self._activation = ACTIVATIONS[found.sizes.activation]
         if part is not None:
             part.give_back()
@@ -256,6 +258,8 @@ class CudaDecoder:
         flat = flat if packing is None else flat.index_select(0, packing.take)
         if isinstance(self._embedding, Tensor):
             rows = ops.embed_rows(flat, self._embedding, self.sizes.embedding_scale)
+        elif isinstance(self._embedding, ZipperTable):
+            rows = ops.zipper_rows(flat, *self._embedding, self.sizes.embedding_scale)
         else:
             tiles, escapes = self._embedding
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
@@ -305,6 +309,13 @@ class CudaDecoder:
             choices = ", ".join(map(str, map(tuple, self.bit_choices)))
             way = f"choose one of {choices}, or 0 for the layers' own" if choices else "and no weights are packed"
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
+
+
+def _read_table(table: Tensor | NestedEmbedding | ZipperEmbedding) -> Tensor | tuple:
+    """What ops read rows of."""
+    if isinstance(table, ZipperEmbedding):
+        return table.table()
+    return table.tiles() if isinstance(table, NestedEmbedding) else table
 
 
 def _codes_on(device: torch.device, asked: bool | None) -> bool:

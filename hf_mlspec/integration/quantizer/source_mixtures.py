@@ -20,6 +20,7 @@ from transformers.core_model_loading import rename_source_key
 from ...checkpoints.layer import LayerPlan, Reader, ReadLayer, Stored, StoredLayer, require_tensor
 from ...formats import FORMATS, Parts
 from ...formats.weight import INPUT_DTYPES
+from ...nn.expert_kinds import experts_in
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
 from ...nn.switch import PrecisionSwitch
@@ -108,11 +109,12 @@ class SourceMixture(nn.Module):
         (module,) = self.dense
         if not self.choice.format:
             return module
-        return PackedExperts.empty(module, self.choice.format, None, self.name, **self.choice.options)
+        return experts_in(self.choice.format).empty(module, self.choice.format, None, self.name, **self.choice.options)
 
     def packed(self, switch: PrecisionSwitch) -> PackedExperts:
         """The packed module, read layer by layer on the CPU. Where it has a format."""
-        experts = PackedExperts(*self.dense, self.choice.format, switch, self.name, **self.choice.options)
+        kind = experts_in(self.choice.format)
+        experts = kind(*self.dense, self.choice.format, switch, self.name, **self.choice.options)
         for key in experts.names:
             whole = experts._zeros(key, torch.device("cpu"))
             for expert, first, layer in self._places(key):

@@ -14,7 +14,7 @@ from ..controller import Controller
 from ..deferred import Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
-from ..memory import Openings, alike
+from ..openings import Openings, alike
 from ..plans import Plan, Situation
 from ..search import Choice
 from ..stats import SpeculationStats

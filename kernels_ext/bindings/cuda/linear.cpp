@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "low_rank.h"
 #include "../../cuda/portable/portable_linear.h"
 
 #define MLSPEC_TEXT_OF(value) #value
@@ -261,7 +262,7 @@ Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tenso
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
-Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
+LinearWeight dense_weight(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
   TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   check_linear_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
@@ -272,17 +273,39 @@ Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const
   args.outputs_of_weight = outputs_of_weight;
   args.activation_bits = 16;
   const bool fits_hopper = weight.size(1) % 8 == 0 && is_aligned(weight);  // rows of the copy engine
-  return multiply(CudaCall(op, x), {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper}, x, bias);
+  return {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper};
 }
 
 Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
-  return dense_linear("bf16_linear", x, weight, bias, 0);
+  constexpr const char* op = "bf16_linear";
+  return multiply(CudaCall(op, x), dense_weight(op, x, weight, bias, 0), x, bias);
+}
+
+// With few tokens in one kernel, on Hopper; else in two, with the same bits.
+Tensor adapted_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& between, const Tensor& up,
+                      const Tensor& first) {
+  constexpr const char* op = "adapted_linear";
+  check_dtype(op, "x", x, at::kBFloat16);
+  TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, in]");
+  LinearWeight checked = dense_weight(op, x, weight, bias, 0);
+  check_low_rank(op, between, up, first, x.size(0), weight.size(0), "x", x);
+  const CudaCall call(op, x);
+  const bool one_kernel = checked.fits_hopper && checked.hopper && hopper_serves(call.capability()) && weight.size(1) > 0 &&
+                          x.size(0) <= MLSPEC_CUDA_ADAPTED_TOKENS;
+  if (!one_kernel) return with_low_rank(call, multiply(call, checked, x, bias), between, up, first);
+  checked.args.between = between.const_data_ptr<float>();
+  checked.args.up = up.const_data_ptr<float>();
+  checked.args.first = first.const_data_ptr<int32_t>();
+  checked.args.low_ranks = between.size(1);
+  checked.args.low_rank = up.size(0);
+  return multiply(call, checked, x, bias);
 }
 
 Tensor bf16_rows_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t out_features) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && out_features >= weight.size(0), "bf16_rows_linear: out_features is ", out_features,
                     ", weight has shape ", weight.sizes(), ", expected some of its rows");
-  return dense_linear("bf16_rows_linear", x, weight, bias, out_features);
+  constexpr const char* op = "bf16_rows_linear";
+  return multiply(CudaCall(op, x), dense_weight(op, x, weight, bias, out_features), x, bias);
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits, double activation_clip) {
@@ -327,6 +350,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("int4_sums", int4_sums);
   m.impl("int4_codes_linear", int4_codes_linear);
   m.impl("int4_int8_linear", int4_int8_linear);
+  m.impl("adapted_linear", adapted_linear);
   m.impl("bf16_linear", bf16_linear);
   m.impl("bf16_rows_linear", bf16_rows_linear);
   m.impl("quantize_rows", quantize_rows);

@@ -24,6 +24,10 @@ struct ExpertParams {
 
 constexpr int kHalf = kTileOutputs / 2;  // outputs of a tile that a block may take without the others
 
+// Tiles of 8 tokens that a block multiplies at most: an item of 64 rows is that of several blocks where stages leave no room for all.
+template <class Format>
+constexpr int kMostTokenTiles = 8;
+
 // Whether a format reads more of an expert than its tiles: what Params points to is then the expert's own.
 template <class Format>
 constexpr bool kReadsMore = false;
@@ -98,6 +102,11 @@ struct ExpertCopier {
           return TilePlace{number(half), thread % (threads / 2) + half % 2 * (threads / 2)};
         };
         Format::copy_part(to, weights, p.more, place(kGroupThreads), place(32), chunk % kOfTile, thread);
+      } else if constexpr (Format::kPrefix) {
+        const uint8_t* const from[2] = {weights + number(halves[0]) * p.tile_stride, weights + number(halves[1]) * p.tile_stride};
+        copy_halves<Format::kScaleBytes>(to, from, 0);
+        for (int plane = 0; plane < p.num_planes; ++plane)
+          copy_halves<kPlaneBytes>(to, from, Format::kScaleBytes + plane * kPlaneBytes);
       } else {
         constexpr int kScaled = Format::kTileBytes - kCodeBytes, kZeros = Format::kHasZeros ? kScaled / 3 : 0;
         const uint8_t* const from[2] = {weights + number(halves[0]) * Format::kTileBytes,
@@ -164,11 +173,13 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   __shared__ int pairs[V::kTokens], tokens[V::kTokens];
   static_assert(V::kSharedBytes + sizeof(pairs) + sizeof(tokens) <= kRingBytes, "more than every GPU gives a block");
   launch_dependents();
-  const int tile = blockIdx.x / e.most_items;
-  const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x % e.most_items);
+  constexpr int kBlocks = V::kTokenTiles == kMostTokenTiles<typename V::Format> ? 8 / V::kTokenTiles : 1;  // of an item
+  const int tile = blockIdx.x / (e.most_items * kBlocks), part = blockIdx.x % kBlocks;
+  const int32_t* item = e.plan + e.p.num_tokens + 3 * (blockIdx.x / kBlocks % e.most_items);
   // Whole, as nobody starts before the kernel that wrote it has ended (route.cu): which weights are read is known before the inputs are.
-  const int expert = __ldcg(item), first = __ldcg(item + 1), rows = __ldcg(item + 2);
-  if (rows == 0) {
+  const int expert = __ldcg(item), first = __ldcg(item + 1) + part * V::kTokens;
+  const int rows = kBlocks == 1 ? __ldcg(item + 2) : min(__ldcg(item + 2) - part * V::kTokens, V::kTokens);
+  if (rows <= 0) {
     wait_for_previous_kernel();  // a grid without rows ends behind those in front of it, too
     return;
   }
@@ -187,6 +198,7 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   add_groups<V>(sums, total, group, warp, lane);
   float out_scale = V::Format::kOutScale;
   if constexpr (V::Format::kHasShift) out_scale *= exp2f(float(shift));
+  if constexpr (V::Format::kPrefix) out_scale *= V::Format::out_scale(e.p);
   const int64_t bias_bytes = int64_t(p.out_features) * (p.bias_is_float32 ? 4 : 2);
   const void* bias = p.bias ? static_cast<const uint8_t*>(p.bias) + expert * bias_bytes : nullptr;
   const auto sum_of = [&](int row, int output) { return *reinterpret_cast<const float4*>(total + row * V::kSumStride + output); };
@@ -208,19 +220,16 @@ __global__ void __launch_bounds__(kThreads) expert_kernel(const __grid_constant_
   }
 }
 
-template <class V>
-const char* launch_experts(const mlspec_cuda_expert_linear& args) {
-  using Format = typename V::Format;
+// What a kernel of experts is given, or what is wrong with it.
+template <class Format>
+const char* params_of_experts(const mlspec_cuda_expert_linear& args, ExpertParams& params) {
   const mlspec_cuda_linear& a = args.linear;
   const int64_t chunks = (a.in_features + Format::kChunk - 1) / Format::kChunk;
-  const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
-  const int64_t items = mlspec_cuda_most_items(args.num_pairs, args.num_experts);
   const bool aligned = a.in_features * Format::kActivationBits / 8 % 16 == 0 && is_aligned(a.x) && is_aligned(a.tiles) &&
                        args.bytes_of_expert % 16 == 0;
   if (Format::kMoreBytes > 0 && (!is_aligned(a.more) || args.more_of_expert % 16)) return "low tiles must start at a multiple of 16 bytes";
   if (Format::kPacked && !aligned) return "x and the tiles must start at a multiple of 16 bytes";
-  if (tiles * items > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
-  ExpertParams params{};
+  params = {};
   Params& p = params.p;
   p.weights = static_cast<const uint8_t*>(a.tiles), p.x = static_cast<const uint8_t*>(a.x), p.x_scales = a.x_scales;
   p.more = static_cast<const uint8_t*>(a.more), p.codebook = static_cast<const uint8_t*>(a.codebook);
@@ -228,11 +237,24 @@ const char* launch_experts(const mlspec_cuda_expert_linear& args) {
   p.bias = a.bias, p.bias_is_float32 = a.bias_is_float32 != 0;
   p.num_tokens = int(args.num_pairs), p.in_features = int(a.in_features), p.out_features = int(a.out_features);
   p.chunks = p.token_chunks = int(chunks), p.aligned = aligned;
-  params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens), params.most_items = int(items);
+  p.tile_stride = a.tile_stride, p.zero_doubled = a.zero_doubled, p.num_planes = a.num_planes;
+  params.plan = args.plan, params.pairs_of_token = int(args.num_pairs / a.num_tokens);
+  params.most_items = int(mlspec_cuda_most_items(args.num_pairs, args.num_experts));
   params.bytes_of_expert = args.bytes_of_expert, params.more_of_expert = args.more_of_expert;
   params.shifts_of_expert = args.shifts_of_expert;
   params.slope = args.slope, params.limit = args.limit, params.activation = args.activation;
-  return launch_blocks(expert_kernel<V>, tiles * items, V::kSharedBytes, a, params);
+  return nullptr;
+}
+
+template <class V>
+const char* launch_experts(const mlspec_cuda_expert_linear& args) {
+  using Format = typename V::Format;
+  ExpertParams params;
+  if (const char* problem = params_of_experts<Format>(args, params)) return problem;
+  const int64_t tiles = (args.linear.out_features + kTileOutputs - 1) / kTileOutputs, items = params.most_items;
+  const int64_t blocks = V::kTokenTiles == kMostTokenTiles<Format> ? 8 / V::kTokenTiles : 1;  // of an item
+  if (tiles * items * blocks > INT32_MAX) return "too many tokens times outputs for one launch: call it for fewer tokens";
+  return launch_blocks(expert_kernel<V>, tiles * items * blocks, V::kSharedBytes, args.linear, params);
 }
 
 template <class Format>
@@ -253,7 +275,7 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
       return launch_experts<Variant<Format, 1, kPairBytes, kManyStages>>(args);
     }
     case 16: return launch_experts<Variant<Format, 2, kPairBytes>>(args);
-    default: return launch_experts<Variant<Format, 8, kPairBytes>>(args);
+    default: return launch_experts<Variant<Format, kMostTokenTiles<Format>, kPairBytes>>(args);
   }
 }
 

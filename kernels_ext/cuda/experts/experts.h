@@ -78,6 +78,7 @@ const char* mlspec_cuda_bf16_experts(const mlspec_cuda_expert_linear* args);
 const char* mlspec_cuda_mxfp4_experts(const mlspec_cuda_expert_linear* args);
 const char* mlspec_cuda_int4_experts(const mlspec_cuda_expert_linear* args);
 const char* mlspec_cuda_nested_experts(const mlspec_cuda_expert_linear* args);  // codebook [experts, 8]
+const char* mlspec_cuda_plane_experts(const mlspec_cuda_expert_linear* args);   // as mlspec_cuda_bitplane_linear, without planes apart
 
 typedef struct {
   const void* rows;      // bfloat16 [tokens, chosen, width], width a multiple of 8

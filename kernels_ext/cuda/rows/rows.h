@@ -86,18 +86,27 @@ const char* mlspec_cuda_hadamard_codes(const mlspec_cuda_hadamard* hadamard, con
                                        const mlspec_cuda_row_launch* how);
 int32_t mlspec_cuda_hadamard_codes_serves(const mlspec_cuda_hadamard* hadamard, int32_t group_size);
 
-// y + up (down x) in float32, rounded once. Output o adds up ranks first[o] to first[o] + rank, the nearest ones there are.
+// between = down x in float32.
 typedef struct {
-  const void *x, *y;     // bfloat16 [n, in_features], [n, out_features]
-  const float* down;     // [ranks, in_features]
+  const void* x;      // bfloat16 [n, in_features], a multiple of 8
+  const float* down;  // [ranks, in_features]
+  float* between;     // [n, ranks], written
+  int64_t n, in_features, ranks;
+} mlspec_cuda_low_rank_down;
+
+const char* mlspec_cuda_low_rank_between(const mlspec_cuda_low_rank_down* down, const mlspec_cuda_row_launch* how);
+
+// y + up between in float32, rounded once. Output o adds up ranks first[o] to first[o] + rank, the nearest ones there are.
+typedef struct {
+  const void* y;         // bfloat16 [n, out_features]
+  const float* between;  // [n, ranks]
   const float* up;       // [rank, out_features]
   const int32_t* first;  // [out_features]
-  float* between;        // [n, ranks], written
   void* out;             // bfloat16 [n, out_features]
-  int64_t n, in_features, out_features, ranks, rank;  // in_features: a multiple of 8
-} mlspec_cuda_low_rank;
+  int64_t n, out_features, ranks, rank;
+} mlspec_cuda_low_rank_up;
 
-const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank* low_rank, const mlspec_cuda_row_launch* how);
+const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank_up* up, const mlspec_cuda_row_launch* how);
 
 // ids int32 [n]; table [vocab, width], float32 or bfloat16 -> out [n, width].
 const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
