@@ -37,6 +37,7 @@ from .untold import TRIAL_SHARE
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
 _LONGEST_STAY = 64  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
+_LONGEST_PAID = 512  # the same where a choice takes as long as many rounds: they are to be much longer than it
 _MARGIN = 0.02  # what a plan must gain over "off"
 _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
 
@@ -224,7 +225,7 @@ class Controller(Trials):
         """Rounds beside which a choice that took so long is little."""
         first = _FIRST_REMEMBERED if self._remembers else _FIRST_CHOICES
         share = self.CHOOSING if self._chosen > first else self.FIRST_CHOOSING
-        return min(int(seconds / (share * self.forecast.seconds)), self._longest(plan))
+        return min(int(seconds / (share * self.forecast.seconds)), _LONGEST_PAID)
 
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF
