@@ -34,6 +34,7 @@ from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
+from .row_codes import Codes, CodesOf, gated_codes, int4_codes_linear, norm_codes, row_codes
 from .rows import (
     activated,
     embed_rows,
@@ -62,6 +63,8 @@ from .zipper_table import zipper_rows
 __all__ = [
     "GATED_OUTPUTS",
     "MOST_ROUTED",
+    "Codes",
+    "CodesOf",
     "KernelError",
     "UnreadableLibrary",
     "activated",
@@ -79,10 +82,12 @@ __all__ = [
     "embed_rows",
     "f32_linear",
     "gated",
+    "gated_codes",
     "gated_hadamard",
     "gated_in_order",
     "gated_pairs",
     "hadamard_rows",
+    "int4_codes_linear",
     "int4_dequantize",
     "int4_expert_rows",
     "int4_int8_linear",
@@ -98,6 +103,7 @@ __all__ = [
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_codes",
     "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
@@ -124,6 +130,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "row_codes",
     "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",

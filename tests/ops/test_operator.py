@@ -41,6 +41,14 @@ SCHEMAS = [
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
+    "gated_codes(Tensor gate_up, int activation, Tensor? order, Tensor? matrix, int size, int inner, int group_size, "
+    "int bits, float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "norm_codes(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? order, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor, Tensor)",
+    "row_codes(Tensor x, Tensor? order, Tensor? matrix, int size, int inner, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "int4_codes_linear(Tensor codes, Tensor scales, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, "
+    "int out_features, Tensor? bias, int group_size, int outliers) -> Tensor",
     "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
     "gated_pairs(Tensor gate_up, float slope, float limit) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
