@@ -37,7 +37,6 @@ from .untold import TRIAL_SHARE
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
 _LONGEST_STAY = 64  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
-_LONGEST_PAID = 512  # the same where a choice takes as long as many rounds: they are to be much longer than it
 _MARGIN = 0.02  # what a plan must gain over "off"
 _CALMEST = 4  # times as much is lost, at most, until rounds that bring less than expected ask for a choice again
 _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
@@ -57,6 +56,7 @@ class Controller(Trials):
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     PAID = 1.0  # of what a choice takes: rounds wait for it
+    LONGEST_PAID = 512  # rounds until the next one, where a choice takes as long as some of them
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
@@ -229,7 +229,7 @@ class Controller(Trials):
         """Rounds beside which a choice that took so long is little."""
         first = _FIRST_REMEMBERED if self._remembers else _FIRST_CHOICES
         share = self.CHOOSING if self._chosen > first else self.FIRST_CHOOSING
-        return min(int(seconds / (share * self.forecast.seconds)), _LONGEST_PAID)
+        return min(int(seconds / (share * self.forecast.seconds)), max(self._longest(plan), self.LONGEST_PAID))
 
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF

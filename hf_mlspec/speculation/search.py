@@ -18,7 +18,7 @@ _DIFFER = 1.3  # chances of the best row over those of the worst, from where on 
 _GROUPS = 3
 _KNOWN = 6.0  # observations of a position that say something
 _LOAD = 40.0  # times as long as it takes a pass can seem to take that was timed beside a load
-_DEAR = 1.6  # times as long as one of the target alone a round of one token seems to take: a load may be why
+_DEAR = 2.0  # times as long as one of the target alone a round of one token seems to take: it could never pay
 _OFF_WEIGHT = 0.5  # of what rounds of "off" took, beside what calls like theirs were expected to take
 
 
