@@ -16,7 +16,6 @@ from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats.hadamard import Hadamard, fitting_hadamard
 from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops import Codes, CodesOf
-from hf_mlspec.ops.operator import REFERENCES
 
 WIDTHS = (512, 896, 1024, 4864, 5632, 9728, 11008, 13696, 14336, 18944, 28672, 29568)
 ROWS = (1, 3, 9, 33, 130)
@@ -35,8 +34,15 @@ def any_order(width: int) -> Tensor:
 
 
 def coded(rows: Tensor, how: CodesOf) -> Codes:
-    """In plain torch, from rows that a kernel of their own wrote."""
-    return Codes(*REFERENCES["row_codes"](rows, None, None, 1, 1, *how))
+    """By kernels of their own, from rows that one wrote; put in the layout in torch."""
+    inner = rows.shape[1] - how.outliers
+    parts = [ops.quantize_rows(rows[:, :inner].contiguous(), *how[:3])]
+    if how.outliers:
+        parts.append(ops.quantize_rows(rows[:, inner:].contiguous(), how.group_size, 8))
+    codes, scales = (torch.cat(two, 1) for two in zip(*parts, strict=True))
+    room = torch.zeros(-(-rows.shape[1] // 128) * 128 // how.group_size, -(-len(rows) // 4) * 4, device=DEVICE)
+    room[: scales.shape[1], : len(rows)] = scales.T
+    return Codes(codes.view(len(rows), -1, 2, 8).transpose(2, 3).flatten(1), room)
 
 
 def alike(ours: Codes, rows: Tensor, how: CodesOf) -> bool:
