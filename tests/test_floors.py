@@ -44,6 +44,7 @@ TIMES_ROOMS = {
     "eval/bench_architectures/": ("hf_mlspec.engines",),
     "eval/bench_gpu": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn", "hf_mlspec.engines"),
     "eval/bench_llama_cpp/": ("hf_mlspec.nn",),
+    "eval/soak/": ("hf_mlspec.demo_pair", "hf_mlspec.nn"),
     "eval/bench_ranks/": ("hf_mlspec.engines",),
     "eval/bench_zipper/": ("hf_mlspec.ops", "hf_mlspec.formats", "hf_mlspec.nn"),
     "eval/rotations/": ("hf_mlspec.calibration",),

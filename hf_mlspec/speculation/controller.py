@@ -38,6 +38,7 @@ _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
 _LONGEST_STAY = 64  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _MARGIN = 0.02  # what a plan must gain over "off"
+_CALMEST = 4  # times as much is lost, at most, until rounds that bring less than expected ask for a choice again
 _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
 
 
@@ -55,6 +56,7 @@ class Controller(Trials):
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
     PAID = 1.0  # of what a choice takes: rounds wait for it
+    LONGEST_PAID = 512  # rounds until the next one, where a choice takes as long as some of them
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
@@ -69,7 +71,7 @@ class Controller(Trials):
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
         self.measuring = self._lost = 0.0  # seconds that rounds took beyond those expected
-        self._steady = Steady()
+        self._steady, self._was_surprised = Steady(), False
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -124,7 +126,7 @@ class Controller(Trials):
 
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
-        begin = perf_counter()
+        begin, before = perf_counter(), self.plan.active
         self._steady.forget()
         search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
@@ -132,6 +134,9 @@ class Controller(Trials):
         self._stay_with(best, trial := self._worth_a_trial(search, best, drafting, self._margin))
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
+        if self._was_surprised:
+            self.memory.calm = min(2 * self.memory.calm, _CALMEST) if best.active == before else 1
+            self._was_surprised = False
         self._chosen += 1
         self._took = self.PAID * (perf_counter() - begin) if self.by_clock else 0.0
         if not any(situation.rooms):
@@ -182,8 +187,8 @@ class Controller(Trials):
         self._untold.rounds.append((limits, drafted, accepted, took, timed))
         if self._untold.is_full:
             self.settle()
-        if choice.plan.active and expected.surprises(self._lost, self._took):  # slow rounds of "off": a busy machine
-            self._surprised()
+        if choice.plan.active and expected.surprises(self._lost, self._memory.calm * self._took):
+            self._surprised()  # slow rounds of "off" are those of a busy machine
         if choice.trial:
             reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
             spent = min(seconds, JUMP * took) if reads else took + choice.reading
@@ -224,7 +229,7 @@ class Controller(Trials):
         """Rounds beside which a choice that took so long is little."""
         first = _FIRST_REMEMBERED if self._remembers else _FIRST_CHOICES
         share = self.CHOOSING if self._chosen > first else self.FIRST_CHOOSING
-        return min(int(seconds / (share * self.forecast.seconds)), self._longest(plan))
+        return min(int(seconds / (share * self.forecast.seconds)), max(self._longest(plan), self.LONGEST_PAID))
 
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF
@@ -262,6 +267,7 @@ class Controller(Trials):
 
     def _surprised(self) -> None:
         """Rounds bring less than expected."""
+        self._was_surprised = True
         self._question()
 
     def _search(self, situation: Situation, may_try: bool = False) -> Search:

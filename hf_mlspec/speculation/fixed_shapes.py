@@ -128,7 +128,7 @@ class FixedController(Controller):
     CHOOSING, FIRST_CHOOSING = 0.1, 0.25  # more than on the host: it chooses while the device is at a round
     FIRST_OFF, LONGEST_OFF = 1, 8
     OFF_TRIAL = 1
-    PAID = 0.0  # the device is at a round
+    PAID, LONGEST_PAID = 0.0, 0  # the device is at a round
     FIRST_TIMES = 0  # the device runs nothing else
     TRIAL = 4  # the levels of one have read the rows then
     WAITING = 0.01  # of the time, for what is left of a choice when the device has ended the round

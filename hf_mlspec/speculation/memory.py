@@ -53,6 +53,7 @@ class Memory:
     captured. capturing: seconds that may go to capturing rounds of trials. pace: how many times as long as usual
     rounds of all plans take at the moment, as other programs share the machine; ratios are without it, so that plans
     which ran at different times can be compared. costs: tells those by which ratios are from others; None: not known.
+    calm: times as much is to be lost as at first until a plan is questioned, as it was, and was found best again.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
@@ -63,13 +64,15 @@ class Memory:
     capturing: float = 0.0
     pace: float = 1.0
     costs: int | None = None
+    calm: int = 1
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs = list(self.pairs.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
         ratios, gains = ({key: replace(one) for key, one in list(all_.items())} for all_ in (self.ratios, self.gains))
-        return Memory(remembered, ratios, gains, self.spare, dict(self.credit), self.capturing, self.pace, self.costs)
+        return Memory(remembered, ratios, gains, self.spare, dict(self.credit), self.capturing, self.pace, self.costs,
+                      self.calm)  # fmt: skip
 
     def rest_on(self, target: PassCosts, levels: Sequence[LevelCosts]) -> None:
         """From now on seconds are predicted by these costs: how far rounds were from others says nothing."""

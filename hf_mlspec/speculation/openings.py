@@ -78,11 +78,13 @@ class Openings:
         until, agreed = min(2 * before.until, _MOST_CALLS), before.agreed + 1
         self.found[like] = Opening(choice if same else before.choice, until=until, agreed=agreed)
 
-    def agree(self, like: tuple, choice: Choice) -> None:
-        """A call that began with an earlier choice has made its own."""
+    def agree(self, like: tuple, choice: Choice) -> bool:
+        """A call that began with an earlier choice has made its own; -> whether calls may go on to begin so."""
         one = self.found.get(like)
-        if one is not None:
-            one.agreed = one.agreed + 1 if one.agrees(choice) else 0
+        if one is None:
+            return False
+        one.agreed = one.agreed + 1 if one.agrees(choice) else 0
+        return one.agreed > 0
 
     def patience(self, like: tuple) -> int:
         """Of what such calls begin with."""

@@ -18,7 +18,7 @@ _DIFFER = 1.3  # chances of the best row over those of the worst, from where on 
 _GROUPS = 3
 _KNOWN = 6.0  # observations of a position that say something
 _LOAD = 40.0  # times as long as it takes a pass can seem to take that was timed beside a load
-_DEAR = 2.0  # times as long as one of the target alone a round seems to take, from where on such a load may be why
+_DEAR = 2.0  # times as long as one of the target alone a round of one token seems to take: it could never pay
 _OFF_WEIGHT = 0.5  # of what rounds of "off" took, beside what calls like theirs were expected to take
 
 
@@ -179,20 +179,19 @@ class Search:
         return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
 
     def too_dear(self, speed: float) -> Iterator[Plan]:
-        """Per level of which no round was ever timed the shortest draft that costs speak against, as they would if
-        they had been measured beside a load; without one it may write more than so many tokens a second."""
+        """Drafts of one token, by levels of which no round was ever timed, where costs forbid even that, as they would
+        if they had been measured beside a load; without one they may write more than so many tokens a second."""
         slots, batch, known = self.situation.slots, self.batch, self.known
         alone = batch / known.off(batch, slots).speed
         for active in self.cells.choices:
             level = known.levels[active[0]]
             if len(active) > 1 or level.costs is None or known.memory.has_timed(active, batch):
                 continue
-            found, where = known.all_of(self.cells, batch, batch, slots, doubts=1.0), self.cells.of_levels(active)
-            seconds = found.by_costs[where]
-            least = alone + (seconds - alone) / _LOAD
-            hoped = (seconds > _DEAR * alone) & (found.tokens[where] > speed * least)
-            if hoped.any() and (level.twin is None or level.twin > active[0]):  # else it is there without a window
-                yield self.cells.plan_at(where.start + int(hoped.argmax()))
+            found, at = known.all_of(self.cells, batch, batch, slots, doubts=1.0), self.cells.start_of[active]
+            seconds, whole = float(found.by_costs[at]), level.twin is None or level.twin > active[0]
+            hoped = found.tokens[at] > speed * (alone + (seconds - alone) / _LOAD)
+            if whole and hoped and seconds > _DEAR * alone:
+                yield self.cells.plan_at(at)
 
     def _off_time(self) -> float:
         return sum(self._left) / self.off_speed

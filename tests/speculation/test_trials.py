@@ -10,7 +10,7 @@ from simulated import Simulated, costs
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.fixed_shapes import Captured, FixedController
 from hf_mlspec.speculation.memory import LevelCosts
-from hf_mlspec.speculation.plans import Situation
+from hf_mlspec.speculation.plans import Situation, off
 
 TARGET = costs(1.0, 2e-3)
 CAST, DRAFT = LevelCosts("cast", costs(0.4, 1e-3), 0.85, own_cache=False), LevelCosts("draft", costs(0.1, 1e-4), 0.65)
@@ -105,6 +105,24 @@ def test_captured_rounds_of_a_level_that_seemed_too_dear_are_timed():
     for _ in range(2):
         controller.observe([plan.most], [plan.most], [plan.most], 1.4)
     assert shown
+
+
+def test_a_plan_that_is_questioned_and_found_best_again_is_questioned_later():
+    controller = Controller(TARGET, [LevelCosts("draft", costs(0.1, 1e-4), 0.9)])
+    controller.start(1)
+    controller.memory.correct(off(1), 1, 1.0)
+    controller.memory.spare, calm = -1e9, []  # no trials
+    controller.choose(Situation([1000], 0.0, [[0]]))
+    assert controller.plan.active
+    for _ in range(3):
+        controller._surprised()
+        controller.choose(Situation([1000], 0.0, [[0]]))
+        calm.append(controller.memory.kept().calm)
+    assert calm == [2, 4, 4]
+    controller._surprised()
+    controller.choose(Situation([2], 0.0, [[50000]]))  # it would have much to read
+    assert not controller.plan.active
+    assert controller.memory.calm == 1
 
 
 def trying(controller: Controller) -> tuple[Controller, list]:

@@ -82,7 +82,6 @@ class CudaDecoder:
         self.num_recurrent = sum(block.delta is not None for block in found.blocks)
         self.num_layers = len(found.blocks) - self.num_recurrent
         self._rotation, self._positions = found.rotation, found.positions
-        self._rotation, self._positions = found.rotation, found.positions
         self._learned = None if found.positions is None else len(found.positions)
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(rotary.text_config(model))

@@ -120,8 +120,8 @@ class SourceMixture(nn.Module):
             for expert, first, layer in self._places(key):
                 rows = slice(first, first + layer.layer.out_features)
                 for stack, part in zip(whole, self._parts(layer), strict=True):
-                    if stack is not None:
-                        stack[expert, rows] = part
+                    if stack is not None:  # all but a zero point have a row for every output, the last axis but one
+                        (stack[expert] if stack.ndim == 2 else stack[expert][..., rows, :]).copy_(part)
             experts._register_parts(key, whole)
         return experts.train(self.training)
 
@@ -175,6 +175,8 @@ def _choose(layers: list[ExpertLayer]) -> Choice:
             return Choice("", {}, f"{name} is {plan.read_as}, {first.layer.name} {first.read_as}")
         if not FORMATS[plan.format].experts:
             return Choice("", {}, f"{FORMATS[plan.format].title} hold no experts, as {name} would be")
+        if plan.format == "planes" and plan.options != first.options:
+            return Choice("", {}, f"{name} is {plan.read_as}, {first.layer.name} {first.read_as}")
     if first.format != "int4":
         return Choice(first.format, first.options)
     sizes = min(plan.options["group_size"] for plan in plans)
