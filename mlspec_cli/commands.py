@@ -57,6 +57,8 @@ def _add_quantize(commands: Any) -> None:
                              "more (the output head is kept, but in nested-bf16)")
     parser.add_argument("--kv-cache", metavar="WORD",
                         help="how the model keeps keys and values: int8 or int4 (default: as it computes them)")
+    parser.add_argument("--head-and-embedding", action="store_true",
+                        help="zipper: the output head and the embedding become codes, too")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     _add_calibration(parser)
@@ -193,6 +195,9 @@ def _add_batch(commands: Any) -> None:
                              "GPU of the cluster)")
     parser.add_argument("--ray", metavar="ADDRESS", type=text,
                         help="of a Ray cluster, or auto (default: where --workers is above 1, this machine alone)")
+    parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N",
+                        help="processes of one machine, each on a device of its own, that share the model of a worker "
+                             "(default %(default)s)")
     parser.add_argument("--slots", type=positive, default=8, metavar="N",
                         help="answers that a worker decodes at a time (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N",

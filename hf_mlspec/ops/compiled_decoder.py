@@ -13,6 +13,7 @@ from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
+from .zipper_table import ZipperTable
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -204,7 +205,7 @@ def has_compiled_decoder() -> bool:
 def compiled_decoder(
     sizes: Sizes,
     kv_dtype: torch.dtype,
-    embedding: Tensor | NestedTable,
+    embedding: Tensor | NestedTable | ZipperTable,
     final_norm: Tensor,
     final_bias: Tensor | None = None,
 ):
@@ -217,9 +218,12 @@ def compiled_decoder(
     dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp, sizes.gated_heads, sizes.no_mlp))
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
-    if not isinstance(embedding, NestedTable):
+    if isinstance(embedding, Tensor):
         return _class()(dims, numbers, embedding.detach(), final_norm, final_bias)
     decoder = _class()(dims, numbers, torch.empty(0, sizes.hidden, dtype=torch.bfloat16), final_norm, final_bias)
+    if isinstance(embedding, ZipperTable):
+        decoder.set_zipper_embedding(*embedding)
+        return decoder
     table = embedding.draft, embedding.exponents, embedding.low, embedding.escape_rows, embedding.escape_weight
     decoder.set_nested_embedding(*table)
     return decoder

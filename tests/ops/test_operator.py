@@ -9,6 +9,7 @@ from hf_mlspec.ops.operator import REFERENCES, Operands, schema_of
 
 # What compiled libraries implement: a changed schema needs a library that was built anew.
 SCHEMAS = [
+    "adapted_linear(Tensor x, Tensor weight, Tensor? bias, Tensor between, Tensor up, Tensor first) -> Tensor",
     "bf16_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
@@ -40,6 +41,14 @@ SCHEMAS = [
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
+    "gated_codes(Tensor gate_up, int activation, Tensor? order, Tensor? matrix, int size, int inner, int group_size, "
+    "int bits, float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "norm_codes(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? order, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor, Tensor)",
+    "row_codes(Tensor x, Tensor? order, Tensor? matrix, int size, int inner, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "int4_codes_linear(Tensor codes, Tensor scales, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, "
+    "int out_features, Tensor? bias, int group_size, int outliers) -> Tensor",
     "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
     "gated_pairs(Tensor gate_up, float slope, float limit) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
@@ -56,7 +65,8 @@ SCHEMAS = [
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
-    "low_rank_added(Tensor y, Tensor x, Tensor down, Tensor up, Tensor first) -> Tensor",
+    "low_rank_added(Tensor y, Tensor between, Tensor up, Tensor first) -> Tensor",
+    "low_rank_between(Tensor x, Tensor down) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
@@ -111,6 +121,7 @@ SCHEMAS = [
     "zipper_high_joined(Tensor x, Tensor low, Tensor high, Tensor? bias, int[] outputs, int[] begins) -> Tensor",
     "zipper_high_linear(Tensor x, Tensor low, Tensor high, Tensor? bias) -> Tensor",
     "zipper_high_sums(Tensor x, Tensor high, Tensor(a!) sums) -> ()",
+    "zipper_rows(Tensor ids, Tensor planes, Tensor step, Tensor places, int lowest, float scale) -> Tensor",
 ]
 
 

@@ -19,6 +19,7 @@ from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
 from .adapted import require_low_rank
@@ -26,14 +27,14 @@ from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
 from .kinds import rope_kind, rope_kinds, window_of
-from .known import KNOWN
+from .known import KNOWN, recognised
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
-_BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
+_BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, ZipperEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, nn.Conv1d, TransformedLinear}
 OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
@@ -48,7 +49,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     stored = table_dtype(table)
-    if not isinstance(table, NestedEmbedding):
+    if not isinstance(table, NestedEmbedding | ZipperEmbedding):
         require_format(table.weight, "embedding", halves=decoder == "cpu")
         table = as_read(table.weight.detach())
     kinds = rope_kinds(entry, config)
@@ -167,12 +168,11 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
 
 
 def described(model: nn.Module) -> Description:
-    """What is known of a model's class; UnknownArchitecture where nothing is."""
-    name = type(model).__name__
+    """What is known of a model's class; UndescribedClass where nothing is."""
+    kind, name = type(model), type(model).__name__
     entry = _of_wrapper(model, name) if name in WRAPPERS else KNOWN.get(name)
-    if entry is None or not type(model).__module__.startswith(entry.package):
-        raise UnknownArchitecture("the compiled decoder does not know this class")
-    return entry
+    known = entry is not None and kind.__module__.startswith(entry.package)
+    return entry if known else recognised(kind, text_config(model))
 
 
 def _of_wrapper(model: nn.Module, name: str) -> Description:

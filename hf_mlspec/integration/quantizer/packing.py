@@ -21,6 +21,7 @@ from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch, switch_for
 from ...nn.transforms import NONE, transform_named
+from ...nn.zipper_embedding import ZipperEmbedding
 from .config import MLSpecConfig
 
 
@@ -31,7 +32,7 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 
 def packed_weights(module: PackedModule) -> int:
     """How many weights a packed module stands for; two of experts share a byte."""
-    if isinstance(module, PackedLinear):
+    if isinstance(module, PackedLinear | ZipperEmbedding):
         return module.in_features * module.out_features
     return sum(module.held(name)[0].numel() * 2 for name in module.names)
 
