@@ -13,6 +13,7 @@ from .integration.hook import disable, enable, enabled
 from .integration.levels.resolve import clear
 from .integration.load import load
 from .integration.quantizer.calibrated import Calibrated, quantize
+from .integration.quantizer.ends import pack_head_and_embedding
 from .integration.quantizer.learned_rotation import learn_rotation
 from .integration.quantizer.quantizer import MLSpecConfig
 from .integration.routed import route
@@ -69,6 +70,7 @@ __all__ = [
     "learn_rotation",
     "load",
     "nest",
+    "pack_head_and_embedding",
     "precision_switch",
     "prepare",
     "quantize",

@@ -57,6 +57,8 @@ def _add_quantize(commands: Any) -> None:
                              "more (the output head is kept, but in nested-bf16)")
     parser.add_argument("--kv-cache", metavar="WORD",
                         help="how the model keeps keys and values: int8 or int4 (default: as it computes them)")
+    parser.add_argument("--head-and-embedding", action="store_true",
+                        help="zipper: the output head and the embedding become codes, too")
     parser.add_argument("--dtype", metavar="WORD", default="auto",
                         help="of what is not quantized: auto (default: the model's own), float32, bfloat16 or float16")
     _add_calibration(parser)

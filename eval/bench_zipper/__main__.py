@@ -41,6 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", default="clamp", choices=("exact", "paper", "clamp"), help="of models (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of a continuation (%(default)s)")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--drafted", nargs="+", type=int, default=[4], help="tokens of a round, in replayed")
     parser.add_argument("--prompts", nargs="+", type=int, default=[128, 512, 2048], help="tokens (%(default)s)")
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES, help="of the high part, in rates "
                         "and replayed; dense: bfloat16 weights (%(default)s)")

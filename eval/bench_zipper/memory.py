@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from hf_mlspec.nn.packed import PackedModule
 from hf_mlspec.nn.zipper import ZipperLinear
 
 from .models import in_two_parts, plain
@@ -34,7 +35,8 @@ def _bytes(
     options: argparse.Namespace, high_part: str, head: bool, embedding: bool, dense: list[int]
 ) -> dict[str, float]:
     model = in_two_parts(options, high_part, head, embedding)
-    linears = [module.prepack_() for module in model.modules() if isinstance(module, ZipperLinear)]
+    modules = [module.prepack_() for module in model.modules() if isinstance(module, PackedModule)]
+    linears = [module for module in modules if isinstance(module, ZipperLinear)]
     packed = sum(part.nbytes for linear in linears for part in linear.parts("weight"))
     of_linears = 2 * sum(linear.in_features * linear.out_features for linear in linears)
     layers = model.get_decoder().layers

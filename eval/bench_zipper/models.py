@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from eval.code_table import CodeTable
 from eval.targets import random_model
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.nn.switch import PrecisionSwitch
 from hf_mlspec.nn.zipper import ZipperLinear
+from hf_mlspec.nn.zipper_embedding import ZipperEmbedding
 
 
 def plain(options: argparse.Namespace) -> PreTrainedModel:
@@ -30,7 +30,8 @@ def in_two_parts(
     model, switch = plain(options), PrecisionSwitch("zipper")
     kept = None if head else model.get_output_embeddings()
     if embedding:
-        model.set_input_embeddings(CodeTable(model.get_input_embeddings(), options.mode))
+        how = {"mode": options.mode, "high_part": high_part}
+        model.set_input_embeddings(ZipperEmbedding.from_embedding(model.get_input_embeddings(), switch=switch, **how))
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not kept:
             weight = ZipperWeight.from_dense(module.weight.detach(), mode=options.mode, high_part=high_part)

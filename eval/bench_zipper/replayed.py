@@ -4,6 +4,7 @@ passes, the rounds of a trace."""
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from hf_mlspec.evaluation import ReplayResult, Trace, read_trace, replay, replay
 from .models import in_two_parts, plain
 
 LOW, MXFP4 = "code-76m-zipper-clamp-humaneval", "code-76m-mxfp4-humaneval"
-DRAFTED = 4  # tokens of every round
 
 
 class Way(NamedTuple):
@@ -39,22 +39,25 @@ WAYS = (
 
 
 def lines(options: argparse.Namespace) -> Iterator[dict]:
-    """One for each way and batch; decode only, four drafted tokens a round. captured: a round is one graph, which
+    """One for each way, batch and number of drafted tokens a round; decode only. captured: a round is one graph, which
     that of a host's part is not."""
     for high_part in (None if place == "dense" else place for place in options.places):
         model = plain(options) if high_part is None else in_two_parts(options, high_part)
         if high_part == "host":
             hf_mlspec.prepare(model)  # graphs of drafts outlast the replay in which they are made
         for way in (way for way in WAYS if way.high_part == high_part):
-            for batch in options.batch:
-                yield {"way": way.name, "batch": batch, **_rate(options, model, way, batch)}
+            given = options.drafted if way.levels else options.drafted[:1]
+            for batch, drafted in itertools.product(options.batch, given):
+                yield {"way": way.name, "batch": batch, **_rate(options, model, way, batch, drafted)}
         del model
         torch.cuda.empty_cache()
 
 
-def _rate(options: argparse.Namespace, model: torch.nn.Module, way: Way, batch: int) -> dict[str, object]:
+def _rate(
+    options: argparse.Namespace, model: torch.nn.Module, way: Way, batch: int, drafted: int
+) -> dict[str, object]:
     trace = read_trace(TRACES / f"{way.trace}.json")
-    trace = reschedule(_of_rows(trace, batch, options.tokens), [DRAFTED])
+    trace = reschedule(_of_rows(trace, batch, options.tokens), [drafted])
     captured = way.high_part != "host"
     run = replay_captured if captured else replay
     trace = trace if way.levels else trace.alone()
@@ -64,6 +67,7 @@ def _rate(options: argparse.Namespace, model: torch.nn.Module, way: Way, batch: 
     line: dict[str, object] = {"tokens_s": found.tokens_per_second, "captured": captured}
     if way.levels:
         level = found.stats.levels[0]
+        line["drafted"] = drafted
         line["accepted_of_drafted"] = level.accepted / max(level.drafted, 1)
         line["tokens_per_pass"] = found.stats.tokens_per_target_pass
         line["round_ms"] = found.decode_seconds / max(level.rounds, 1) * 1e3

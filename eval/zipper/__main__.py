@@ -6,7 +6,8 @@ Of a model in bfloat16 and of the same in zipper weights, by each mode: the part
 and the least of a layer; bits a packed weight takes on disk, and in memory once it is in tiles; perplexity of the
 text's first windows and of HumanEval's solutions behind their prompts, with both parts and with the low part alone;
 how many tokens of "zipper-low" drafts the whole model accepts, greedy, over all that were drafted and over those whose
-verdict is known; and how many of the continuations differ from the model's own (0, or the exit status is 1).
+verdict is known; and how many of the continuations differ from the model's own (0, or the exit status is 1). --ends:
+the same once more with the output head and the embedding as codes of that split.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mlspec
-from eval.code_table import CodeTable
 from eval.scored import GREEDY, WINDOW, continued, perplexity, prompts_of, solutions_of, tasks_of, windows_of
-
-from .calibrated import dense_perplexity
 
 MODES = ("exact", "paper", "clamp")
 BATCH = 4
@@ -45,7 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bits", type=int, default=6)
     parser.add_argument("--low-bits", type=int, default=4)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    parser.add_argument("--embedding", action="store_true", help="perplexity, too, with the embedding as such codes")
+    parser.add_argument("--ends", action="store_true", help="all of it, too, with head and embedding as such codes")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the results, too")
     return parser.parse_args(argv)
@@ -106,15 +104,18 @@ def main(argv: list[str] | None = None) -> int:
             line[f"perplexity, {name}"] = perplexity(model, rows, batch_size=BATCH)
             line[f"low alone, {name}"] = perplexity(model, rows, "zipper-low", BATCH)
         line |= acceptance(model, prompts, args)
-        if args.embedding:
-            model.set_input_embeddings(CodeTable(model.get_input_embeddings(), mode))
-            line |= {f"embedding too, {name}": dense_perplexity(model, rows) for name, rows in texts.items()}
+        if args.ends:
+            hf_mlspec.pack_head_and_embedding(model)
+            line |= {f"ends too, {name}": perplexity(model, rows, batch_size=BATCH) for name, rows in texts.items()}
+            line |= {f"ends too, low alone, {name}": perplexity(model, rows, "zipper-low", BATCH)
+                     for name, rows in texts.items()}  # fmt: skip
+            line |= {f"ends too, {name}": value for name, value in acceptance(model, prompts, args).items()}
         results.append(line)
         print(results[-1], file=sys.stderr, flush=True)
     _show(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return int(any(line.get("differing") for line in results))
+    return int(any(line.get("differing") or line.get("ends too, differing") for line in results))
 
 
 def _show(results: list[dict[str, Any]]) -> None:

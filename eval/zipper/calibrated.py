@@ -7,11 +7,13 @@ their prompts, with activations of 16, 8 and 4 bits. int4 weights, with groups o
 round to nearest, GPTQ, AWQ, SmoothQuant and QuaRot; Atom's int4 and int8; and 6-bit zipper weights, plain, smoothed,
 rotated, and both, of which the low part alone meets integers, with the part of weights whose high part is 0. Rows that
 begin with "split" are other splits of one smoothed weight (two_parts.py). --choices: also the accuracy in PIQA and
-WinoGrande without examples (zero_shot.py). Everything is calibrated here, on the first
+WinoGrande without examples (zero_shot.py), and how far each row is from bfloat16's on the same questions, with the
+standard error of the difference. Everything is calibrated here, on the first
 texts of --calibration. --outliers: first, a hundredth of the channels of every norm's outputs is multiplied by so much
 (outliers.py). Each row is added to --json as a line at once, and printed.
 
-Zipper rows are computed densely, as two_parts.py says; the others by the packed layers.
+Zipper rows are computed densely, as two_parts.py says, with --packed by the packed layers where the split is that of a
+format; the others by the packed layers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from hf_mlspec.nn.zipper import ZipperLinear
 
 from .outliers import give_outliers
 from .two_parts import SPLITS, TwoParts, take_apart
-from .zero_shot import TASKS, Question, accuracy, questions_of
+from .zero_shot import TASKS, Question, answers, paired, questions_of
 
 BITS = (16, 8, 4)
 
@@ -97,6 +99,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a sample (%(default)s)")
     parser.add_argument("--choices", help="folder of piqa/ and winogrande/, whose questions are asked, too")
     parser.add_argument("--questions", type=int, default=400, help="of each (%(default)s)")
+    parser.add_argument("--packed", action="store_true", help="zipper rows by the packed layers' own products")
     parser.add_argument("--outliers", type=int, default=1, help="factor of some channels (%(default)s: none)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="of models, calibration and scores (%(default)s)")
@@ -133,20 +136,21 @@ def dense_perplexity(model: nn.Module, rows: Rows) -> float:
 Asked = dict[str, list[Question]]
 
 
-def scores(model: PreTrainedModel, way: Way | None, texts: dict[str, Rows], asked: Asked) -> dict[str, Any]:
-    """Perplexities and accuracies by activation bits, and what the high parts are like."""
+def scores(
+    model: PreTrainedModel, way: Way | None, texts: dict[str, Rows], asked: Asked, packed: bool = False
+) -> dict[str, Any]:
+    """Perplexities and accuracies by activation bits, and what the high parts are like. packed: by the layers' own
+    products wherever a format has the split."""
     found: dict[str, Any]
     if way is None:
         found = {f"{name}, 16": dense_perplexity(model, rows) for name, rows in texts.items()}
         return found | _right(model, asked, 16)
     if way.format != "zipper":
-        found = {f"{name}, {bits}": perplexity(model, rows, f"w4a{bits}", 4)
-                 for bits in BITS for name, rows in texts.items()}  # fmt: skip
-        for bits in BITS if asked else ():
-            with hf_mlspec.precision_switch(model).at(f"w4a{bits}"):
-                found |= _right(model, asked, bits)
-        return found
+        return _by_layers(model, {bits: f"w4a{bits}" for bits in BITS}, texts, asked)
     found = sparsity(model, way)
+    if packed and found:
+        words = {bits: "zipper" if bits == 16 else f"zippera{bits}" for bits in BITS}
+        return found | _by_layers(model, words, texts, asked)
     layers = take_apart(model, way.split)
     for bits in BITS:
         for layer in layers:
@@ -156,8 +160,24 @@ def scores(model: PreTrainedModel, way: Way | None, texts: dict[str, Rows], aske
     return found | _shares(layers)
 
 
-def _right(model: PreTrainedModel, asked: Asked, bits: int) -> dict[str, float]:
-    return {f"{name}, {bits}": accuracy(model, questions) for name, questions in asked.items()}
+def _by_layers(
+    model: PreTrainedModel, words: dict[int, str], texts: dict[str, Rows], asked: Asked
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for bits, word in words.items():
+        found |= {f"{name}, {bits}": perplexity(model, rows, word, 4) for name, rows in texts.items()}
+        with hf_mlspec.precision_switch(model).at(word):
+            found |= _right(model, asked, bits)
+    return found
+
+
+def _right(model: PreTrainedModel, asked: Asked, bits: int) -> dict[str, Any]:
+    """Accuracies, and of each question 1 where it was answered right."""
+    found: dict[str, Any] = {}
+    for name, questions in asked.items():
+        own = answers(model, questions)
+        found |= {f"{name}, {bits}": sum(own) / len(own), f"answers, {name}, {bits}": "".join(map(str, map(int, own)))}
+    return found
 
 
 def sparsity(model: nn.Module, way: Way) -> dict[str, Any]:
@@ -189,7 +209,7 @@ def measured(
         rows = calibration_rows(args.calibration, tokenizer, args.samples, args.tokens)
         hf_mlspec.quantize(model, way.method, way.format, calibration=rows, **way.options)
     line = {"model": args.model.name, "row": word, "outliers": args.outliers}
-    return line | scores(model, way, texts, asked) | {"seconds": round(time.perf_counter() - begin, 1)}
+    return line | scores(model, way, texts, asked, args.packed) | {"seconds": round(time.perf_counter() - begin, 1)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,6 +238,22 @@ def show(results: list[dict[str, Any]]) -> None:
     print("| row | " + " | ".join(columns) + " | zeros |\n|---|" + "--:|" * (len(columns) + 1))
     for line in results:
         cells = [f"{line[name]:.4g}" if name in line else "" for name in (*columns, "zeros")]
+        print(f"| {line['row']} | " + " | ".join(cells) + " |")
+    plain = next((line for line in results if line["row"] == "bfloat16"), {})
+    if any(f"{name}, 16" in plain for name in TASKS):
+        _show_paired(results, plain)
+
+
+def _show_paired(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
+    """Points above bfloat16's accuracy, and the standard error, over the same questions."""
+    columns = [f"{name}, {bits}" for name in TASKS for bits in BITS]
+    print("| row, less bfloat16 | " + " | ".join(columns) + " |\n|---|" + "--:|" * len(columns))
+    for line in results:
+        cells = []
+        for name in TASKS:
+            asked = [(line.get(f"answers, {name}, {bits}"), plain[f"answers, {name}, 16"]) for bits in BITS]
+            found = [paired(*both) if both[0] is not None else None for both in asked]
+            cells += ["" if one is None else f"{100 * one[0]:+.1f} ({100 * one[1]:.1f})" for one in found]
         print(f"| {line['row']} | " + " | ".join(cells) + " |")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,22 @@ def questions_of(name: str, folder: str, tokenizer: Any, items: int) -> list[Que
     return found
 
 
-@torch.inference_mode()
 def accuracy(model: nn.Module, questions: list[Question]) -> float:
-    """The share of questions whose right choice has the largest probability. Padding stands behind a row's tokens,
+    """The share of questions that are answered right."""
+    return sum(answers(model, questions)) / len(questions)
+
+
+def paired(own: str, other: str) -> tuple[float, float]:
+    """How much larger the share of 1 is in ``own`` than in ``other``, answers to the same questions, and the standard
+    error of that. ValueError where they are not as many."""
+    gained = [int(one) - int(two) for one, two in zip(own, other, strict=True)]
+    mean = sum(gained) / len(gained)
+    return mean, math.sqrt((sum(one * one for one in gained) / len(gained) - mean**2) / len(gained))
+
+
+@torch.inference_mode()
+def answers(model: nn.Module, questions: list[Question]) -> list[bool]:
+    """Of each question whether the right choice has the largest probability. Padding stands behind a row's tokens,
     which do not see it."""
     rows = [(row, count) for one in questions for row, count in zip(one.rows, one.scored, strict=True)]
     order = sorted(range(len(rows)), key=lambda at: len(rows[at][0]))
@@ -52,4 +66,4 @@ def accuracy(model: nn.Module, questions: list[Question]) -> float:
             own = logits[place, len(row) - count - 1 : len(row) - 1].float().log_softmax(-1)
             chances[at] = own.gather(1, ids[place, len(row) - count : len(row), None]).sum()
     best = chances.view(len(questions), 2).argmax(1)
-    return (best == torch.tensor([one.gold for one in questions])).double().mean().item()
+    return (best == torch.tensor([one.gold for one in questions])).tolist()

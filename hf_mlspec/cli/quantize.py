@@ -25,7 +25,8 @@ def run_quantize(args: argparse.Namespace) -> int:
     format = format_of(args.method) if args.format is None and args.method is not None else args.format
     searched = args.method is not None and args.activation_clip == AUTO  # by the method, which a config has not
     settings |= {"format": format, "activation_bits": args.activation_bits, "skip_modules": args.skip,
-                 "activation_clip": None if searched else args.activation_clip, "kv_cache": args.kv_cache}
+                 "activation_clip": None if searched else args.activation_clip, "kv_cache": args.kv_cache,
+                 "head_and_embedding": args.head_and_embedding or None}
     config = MLSpecConfig(**{name: value for name, value in settings.items() if value is not None})
     require_dtype(args.dtype, "auto")
     if args.json or not sys.stderr.isatty():

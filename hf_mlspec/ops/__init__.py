@@ -20,6 +20,7 @@ from .experts import (
     int4_expert_rows,
     mxfp4_expert_rows,
     nested_expert_rows,
+    plane_expert_rows,
     weighted_norm_rows,
     weighted_rows,
 )
@@ -33,6 +34,7 @@ from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
+from .row_codes import Codes, CodesOf, gated_codes, int4_codes_linear, norm_codes, row_codes
 from .rows import (
     activated,
     embed_rows,
@@ -56,10 +58,13 @@ from .zipper import (
     zipper_low_linear,
     zipper_low_sums,
 )
+from .zipper_table import zipper_rows
 
 __all__ = [
     "GATED_OUTPUTS",
     "MOST_ROUTED",
+    "Codes",
+    "CodesOf",
     "KernelError",
     "UnreadableLibrary",
     "activated",
@@ -77,10 +82,12 @@ __all__ = [
     "embed_rows",
     "f32_linear",
     "gated",
+    "gated_codes",
     "gated_hadamard",
     "gated_in_order",
     "gated_pairs",
     "hadamard_rows",
+    "int4_codes_linear",
     "int4_dequantize",
     "int4_expert_rows",
     "int4_int8_linear",
@@ -96,11 +103,13 @@ __all__ = [
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_codes",
     "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
     "pack_gptq_words",
     "plan_rows",
+    "plane_expert_rows",
     "prepack_int4",
     "prepack_int4_int8",
     "prepack_lut",
@@ -121,6 +130,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "row_codes",
     "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",
@@ -140,4 +150,5 @@ __all__ = [
     "zipper_linear",
     "zipper_low_linear",
     "zipper_low_sums",
+    "zipper_rows",
 ]

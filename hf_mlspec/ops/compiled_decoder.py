@@ -13,6 +13,7 @@ from .attention import MAX_HEAD_DIM as MAX_HEAD_DIM  # mlspec::kMaxHeadDim
 from .hadamard import matrix_on
 from .library import KernelError, why_not_compiled
 from .rows import ACTIVATIONS
+from .zipper_table import ZipperTable
 
 BF16, F32, MXFP4, INT4, NESTED, PLANES, LUT, ZIPPER = range(8)  # mlspec::WeightFormat
 
@@ -80,10 +81,10 @@ class Experts:
     router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
     float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
     renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
-    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner,
-    hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate
-    and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up
-    and down, or {}.
+    BF16, F32, MXFP4, INT4, NESTED or PLANES; their tensors, biases too, have a first axis of experts: ``[count, 2
+    inner, hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of
+    gate and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate,
+    up and down, or {}.
     """
 
     router: Tensor
@@ -204,7 +205,7 @@ def has_compiled_decoder() -> bool:
 def compiled_decoder(
     sizes: Sizes,
     kv_dtype: torch.dtype,
-    embedding: Tensor | NestedTable,
+    embedding: Tensor | NestedTable | ZipperTable,
     final_norm: Tensor,
     final_bias: Tensor | None = None,
 ):
@@ -217,9 +218,12 @@ def compiled_decoder(
     dims += map(int, (sizes.norms_behind_rotation, sizes.plain_mlp, sizes.gated_heads, sizes.no_mlp))
     numbers = [sizes.norm_eps, sizes.embedding_scale, sizes.attention_scale]
     numbers += [sizes.attention_softcap, sizes.logit_softcap]
-    if not isinstance(embedding, NestedTable):
+    if isinstance(embedding, Tensor):
         return _class()(dims, numbers, embedding.detach(), final_norm, final_bias)
     decoder = _class()(dims, numbers, torch.empty(0, sizes.hidden, dtype=torch.bfloat16), final_norm, final_bias)
+    if isinstance(embedding, ZipperTable):
+        decoder.set_zipper_embedding(*embedding)
+        return decoder
     table = embedding.draft, embedding.exponents, embedding.low, embedding.escape_rows, embedding.escape_weight
     decoder.set_nested_embedding(*table)
     return decoder
@@ -271,6 +275,11 @@ def set_experts(decoder, experts: Experts) -> None:
             escapes = weight.escape_rows, weight.escape_weight
             shape = weight.in_features, weight.out_features
             decoder.set_nested_experts(name, *shape, *tiles, *escapes, weight.bias, *weight.bits)
+            continue
+        if weight.format == PLANES:
+            how = weight.group_size, weight.zero_doubled, weight.bits.weight
+            shape = weight.in_features, weight.out_features
+            decoder.set_plane_experts(name, *shape, weight.weight, weight.scale, weight.bias, *how)
             continue
         tensors = weight.weight, weight.scale, weight.zero, weight.bias
         shape = weight.format, weight.in_features, weight.out_features

@@ -49,7 +49,8 @@ def quantize_rows(
     return _quantize_rows(x, group_size, bits, activation_clip)
 
 
-def _check_rms_norm(given: Operands) -> None:
+def check_rms_norm(given: Operands) -> None:
+    """TypeError, ValueError: these are no operands of a norm."""
     given.require_float("x")
     given.require_axis("x")
     given.require_float("weight")
@@ -58,7 +59,7 @@ def _check_rms_norm(given: Operands) -> None:
         given.require_same("residual", "x")
 
 
-@operator(_check_rms_norm, lambda given: (
+@operator(check_rms_norm, lambda given: (
     given.x.new_empty(given.x.shape), given.x.new_empty((0,) if given.residual is None else given.x.shape)
 ))  # fmt: skip
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,7 +194,7 @@ def ordered_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _check_rms_norm_in_order(given: Operands) -> None:
-    _check_rms_norm(given)
+    check_rms_norm(given)
     _check_ordered_rows(given)
 
 

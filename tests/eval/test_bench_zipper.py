@@ -10,10 +10,9 @@ import torch
 
 from eval.bench_zipper import memory, models
 from eval.bench_zipper.__main__ import main, parse
-from eval.code_table import CodeTable
 from eval.targets import random_model
-from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.nn.zipper import ZipperLinear
+from hf_mlspec.nn.zipper_embedding import ZipperEmbedding
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/cuda times it")
@@ -35,22 +34,12 @@ def test_models_have_the_part_of_the_host_that_is_asked_for(monkeypatch, head):
     options = argparse.Namespace(model=None, quick=True, layers=2, mode="paper")
     monkeypatch.setattr(models, "random_model", lambda shape, device, seed, **sizes: random_model(shape, "cpu", seed))
     model = models.in_two_parts(options, "host", head, embedding=head)
-    assert isinstance(model.get_input_embeddings(), CodeTable) == head
+    assert isinstance(model.get_input_embeddings(), ZipperEmbedding) == head
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
     layers = [module for module in model.modules() if isinstance(module, ZipperLinear)]
     assert len(layers) == 2 * 7 + head
     assert {layer.high_part for layer in layers} == {"host"}
     assert {layer.how.mode for layer in layers} == {"paper"}
-
-
-@pytest.mark.parametrize("mode", ["exact", "paper", "clamp"])
-def test_a_table_of_codes_looks_up_the_rows_of_its_weight(mode):
-    table = torch.nn.Embedding(40, 64, dtype=torch.bfloat16)
-    ids = torch.tensor([[3, 39], [0, 3]])
-    codes = CodeTable(table, mode)
-    whole = ZipperWeight.from_dense(table.weight.detach(), mode=mode).dequantize(torch.bfloat16)
-    assert torch.equal(codes(ids), whole[ids])
-    assert len(codes.planes[0]) == (5 if mode == "paper" else 6)
 
 
 def test_memory_is_that_of_all_layers(monkeypatch):

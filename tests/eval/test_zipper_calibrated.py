@@ -12,7 +12,7 @@ import hf_mlspec
 from eval.zipper.calibrated import main
 from eval.zipper.outliers import give_outliers
 from eval.zipper.two_parts import SPLITS, parts_of, take_apart
-from eval.zipper.zero_shot import Question, accuracy
+from eval.zipper.zero_shot import Question, accuracy, paired
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import Split
 
@@ -66,7 +66,16 @@ def test_outliers_change_activations_and_no_logit(kind):
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-5, atol=1e-5)
 
 
-def test_the_program_adds_a_line_a_row(tmp_path, capsys):
+def test_answers_are_compared_question_by_question():
+    assert paired("1101", "1101") == (0.0, 0.0)
+    assert paired("1101", "1000") == (0.5, 0.25)
+    assert paired("01", "10") == (0.0, 0.5**0.5)
+    with pytest.raises(ValueError, match="longer"):
+        paired("1", "11")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_program_adds_a_line_a_row(tmp_path, capsys, packed):
     path = hf_mlspec.demo_pair()[0]
     (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 200, encoding="utf-8")
     tasks = [{"prompt": "def f(x):\n", "canonical_solution": "    return x\n"}] * 2
@@ -83,7 +92,7 @@ def test_the_program_adds_a_line_a_row(tmp_path, capsys):
     (tmp_path / "winogrande").mkdir()
     both = {"context_options": ["a went so a", "a went so b"], "continuation": "came.", "gold": 1}
     (tmp_path / "winogrande" / "winogrande_dev.jsonl").write_text(json.dumps(both) + "\n", encoding="utf-8")
-    options += ["--choices", tmp_path]
+    options += ["--choices", tmp_path, *(["--packed"] if packed else [])]
     given = ["--model", path, *files, *options, "--json", tmp_path / "out.jsonl", "--rows", *rows]
     assert main(list(map(str, given))) == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -91,13 +100,15 @@ def test_the_program_adds_a_line_a_row(tmp_path, capsys):
     for name, count in (("piqa", 2), ("winogrande", 1)):
         assert all(line[f"{name}, 16"] * count in range(count + 1) for line in lines)
     assert "piqa, 4" in lines[1]
+    assert len(lines[1]["answers, piqa, 8"]) == 2
     for line in lines[1:]:
         assert 1 < line["solutions, 16"] < 1e4
-        assert 0.5 < line["zeros"] < 1
+        assert packed or 0.5 < line["zeros"] < 1
         assert set(line["by layer"]) >= {"q_proj", "down_proj"}
     told = capsys.readouterr().out
     assert "| zipper |" in told
     assert "winogrande, 4" in told
+    assert "| bfloat16 | +0.0 (0.0) |  |  | +0.0 (0.0) |" in told
 
 
 def test_padding_and_order_change_no_answer():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -79,3 +81,27 @@ def test_a_call_outside_of_no_grad_gives_the_same_bits(monkeypatch, dtype, has_b
     found = zipper_host_linear(x, low.requires_grad_(), object(), bias)
     assert found.dtype == dtype
     assert torch.equal(found, expected)
+
+
+def test_a_pool_that_is_busy_gives_the_same_bits():
+    """A worker shares the threads of the process with whoever computes beside it."""
+    weight = ZipperWeight.from_dense(seeded(300, 512))
+    split = ops.prepack_zipper(*weight.parts).split
+    x, wide = seeded(9, 512, seed=1).bfloat16(), seeded(512, 512, seed=2).bfloat16()
+    rows, expected, stop = to_host(split, 300, 512), sums_of(x, [to_host(split, 300, 512)]), threading.Event()
+
+    def compute_beside() -> int:
+        done = 0
+        while not stop.is_set():
+            ops.bf16_linear(wide, wide)
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(2) as pool:
+        beside = [pool.submit(compute_beside) for _ in range(2)]
+        try:
+            found = [sums_of(x, [rows]) for _ in range(20)]
+        finally:
+            stop.set()
+    assert all(torch.equal(sums, expected) for sums in found)
+    assert all(one.result() > 0 for one in beside)

@@ -19,6 +19,7 @@ from ...nn.nested import NestedEmbedding
 from ...nn.packed import PackedLinear
 from ...nn.packed_formats import PACKINGS
 from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
 from .adapted import require_low_rank
@@ -33,7 +34,7 @@ from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
 # Modules of a known class that are not transformers' own, beside the packed linears of registered formats.
-_BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, nn.ModuleList, nn.Dropout}
+_BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, ZipperEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, nn.Conv1d, TransformedLinear}
 OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
 DENSE = (torch.bfloat16, torch.float32)
@@ -48,7 +49,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     stored = table_dtype(table)
-    if not isinstance(table, NestedEmbedding):
+    if not isinstance(table, NestedEmbedding | ZipperEmbedding):
         require_format(table.weight, "embedding", halves=decoder == "cpu")
         table = as_read(table.weight.detach())
     kinds = rope_kinds(entry, config)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.nested import NestedEmbedding
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import DeltaNet, Sizes
 from .mixture import ExpertBlock
 from .rotary import Rotation
@@ -52,12 +53,12 @@ class Block:
 
 @dataclass
 class Outline:
-    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads a nested one.
+    """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads one of codes.
     positions: the table that is added to it, a row for each position; None where there is none."""
 
     sizes: Sizes
     dtype: torch.dtype
-    embedding: Tensor | NestedEmbedding
+    embedding: Tensor | NestedEmbedding | ZipperEmbedding
     final_norm: Norm
     head: nn.Module
     blocks: list[Block]
@@ -67,4 +68,4 @@ class Outline:
 
 def table_dtype(table: nn.Module) -> torch.dtype:
     """Of an embedding's rows."""
-    return table.dtype if isinstance(table, NestedEmbedding) else table.weight.dtype
+    return table.dtype if isinstance(table, NestedEmbedding | ZipperEmbedding) else table.weight.dtype

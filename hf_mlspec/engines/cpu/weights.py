@@ -25,6 +25,7 @@ from ...nn.nested import NestedEmbedding, NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
 from ...nn.zipper import ZipperLinear
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import (
     BF16,
     F32,
@@ -42,6 +43,7 @@ from ...ops.compiled_decoder import (
 )
 from ...ops.tiles import TILE_OUTPUTS
 from ...ops.zipper import low_group
+from ...ops.zipper_table import ZipperTable
 from ..architecture import Norm, Rotation, UnknownArchitecture, as_read, linear_shape, outline, require_format
 from ..slots import order_of, require_one_order, rotation_of, slot_of
 from .experts import read_experts
@@ -69,7 +71,7 @@ class Architecture:
 
     sizes: Sizes
     dtype: torch.dtype
-    embedding: Tensor | NestedTable
+    embedding: Tensor | NestedTable | ZipperTable
     final_norm: Norm
     head: Weight
     layers: list[Layer]
@@ -93,7 +95,7 @@ def read(model: nn.Module) -> Architecture:
         for block in found.blocks
     ]
     head = read_weight(found.head, "lm_head")
-    table = read_table(found.embedding) if isinstance(found.embedding, NestedEmbedding) else found.embedding
+    table = read_table(found.embedding)
     places = found.rotation, found.positions
     return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, *places)
 
@@ -147,8 +149,12 @@ def _read_adapted(linear: nn.Module, name: str) -> Weight:
     return replace(weight, adapter=adapter)
 
 
-def read_table(table: NestedEmbedding) -> NestedTable:
-    """A nested table where it lies, in tiles."""
+def read_table(table: Tensor | NestedEmbedding | ZipperEmbedding) -> Tensor | NestedTable | ZipperTable:
+    """A table where it lies: of codes in tiles, or in rows."""
+    if isinstance(table, Tensor):
+        return table
+    if isinstance(table, ZipperEmbedding):
+        return table.table()
     (draft, exponents, low, _), escapes = table.tiles()
     return NestedTable(draft, exponents, low, **escapes)
 

@@ -10,6 +10,7 @@ from ...precision import Bits, Family
 from ..damage import require_positive
 from ..record import Format, Option
 from .codes import BITS, LOW_BITS, MODES, Split, join, representable, rounded_codes, split
+from .rows import CodeRows, codes_of, lowest_of, of_rows, to_rows
 from .sparse import (
     INPUTS,
     MAX_INPUTS,
@@ -38,6 +39,7 @@ __all__ = [
     "MODES",
     "OUTPUTS",
     "WHOLE",
+    "CodeRows",
     "SparseCells",
     "Split",
     "Values",
@@ -45,8 +47,11 @@ __all__ = [
     "ZipperWeight",
     "activation_group",
     "cells_of",
+    "codes_of",
     "join",
+    "lowest_of",
     "of_packed",
+    "of_rows",
     "of_slots",
     "quantize",
     "representable",
@@ -57,6 +62,7 @@ __all__ = [
     "to_dense",
     "to_packed",
     "to_planes",
+    "to_rows",
     "to_slots",
     "zeros",
 ]

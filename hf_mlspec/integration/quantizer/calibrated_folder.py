@@ -25,6 +25,7 @@ from .calibrated import Calibrated, keep_in_cache, plan_of, quantize, states_are
 from .calibration_request import CHOICES, SAMPLES, TOKENS, require_choices
 from .calibration_text import token_stream
 from .config import MLSpecConfig
+from .ends import put_ends, require_ends
 from .folder import Quantized, bits_per_packed_weight, copy_tokenizer, measure, require_free, require_wide
 from .learned_rotation import learn_rotation
 
@@ -65,7 +66,7 @@ def calibrate_folder(
     tokenizer = read_tokenizer(source)
     ids = None if evaluate is None else token_stream(evaluate, tokenizer, evaluate_tokens)
     begin = time.perf_counter()
-    model = read_model(source, dtype).to(device).eval()
+    model = _read(source, dtype, device, config)
     folder = Path(f"{target.rstrip('/')}.blocks")
     learns = learn and not Path(options["rotations"]).exists()
     plan = plan_of(model, method, config, **{**choices, **({"rotations": None} if learns else {})})
@@ -75,14 +76,30 @@ def calibrate_folder(
     windows = [] if ids is None else _windows(ids, max_positions(model))
     perplexity = {"before": _perplexity(model, windows, None)} if windows else {}
     keep_in_cache(model, config)
-    names = "activation_bits", "skip_modules", "activation_clip"
-    given = {name: getattr(config, name) for name in names} | config.format_settings | how
-    found = quantize(model, method, config.format, work_folder=folder, **given)
+    found = _quantized(model, method, config, folder, how)
     if windows:
         perplexity |= {word: _perplexity(model, windows, word) for word in _precisions(model)}
     sizes = _saved(model, config, source, target, max_shard_size, begin)
     shutil.rmtree(folder)
     return CalibratedFolder(sizes, found, perplexity, sum(len(row) - 1 for row in windows), learning)
+
+
+def _quantized(
+    model: PreTrainedModel, method: str, config: MLSpecConfig, folder: Path, how: dict[str, Any]
+) -> Calibrated:  # fmt: skip
+    names = "activation_bits", "skip_modules", "activation_clip"
+    given = {name: getattr(config, name) for name in names} | config.format_settings | how
+    found = quantize(model, method, config.format, work_folder=folder, **given)
+    if config.head_and_embedding:
+        put_ends(model, model.config.quantization_config)
+    return found
+
+
+def _read(source: str, dtype: str, device: str, config: MLSpecConfig) -> PreTrainedModel:
+    model = read_model(source, dtype).to(device).eval()
+    if config.head_and_embedding:
+        require_ends(model, "head_and_embedding")
+    return model
 
 
 def _bytes_of_states(model: PreTrainedModel, folder: Path, options: dict[str, Any]) -> int:

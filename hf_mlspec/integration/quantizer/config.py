@@ -50,6 +50,8 @@ class MLSpecConfig(QuantizationConfigMixin):
     codebook: nested-bf16 only: magnitudes of the draft, ``"lloyd_max"``, ``"mxfp4"`` or ``"fitted"`` (to each tensor).
     bits, low_bits, mode, high_part: of format ``"zipper"``, a dense low part and a sparse high part
         (formats/zipper/codes.py): 6, 4, ``"exact"``, ``"paper"`` or ``"clamp"``, and ``"device"``.
+    head_and_embedding: zipper only: the output head and the embedding become codes of the same split, too, rounded to
+        nearest (`hf_mlspec.pack_head_and_embedding`). The model is loaded in bfloat16.
     num_planes: bitplanes only: 1 to 8, or ``"int3"``, ``"int2"``, ``"ternary"`` (formats/planes/codes.py). ``bits``
         is another word for it there.
     activation_bits: default bits of the layers' activations: 16 (bfloat16), for mxfp4, int4 and int4-int8 also 8, for
@@ -122,7 +124,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         activation_clip: float | str | None = None, *,
         plane_budget: int | str | None = None, top_planes: int = TOP_PLANES, plane_folder: Any = None,
         method: str | None = None, smoothing: str | None = None, rotation: str | os.PathLike | None = None,
-        router_every: str | None = None, **others: Any,
+        router_every: str | None = None, head_and_embedding: bool = False, **others: Any,
     ) -> None:
         asked = {name: others.pop(name) for name in OPTIONS if name in others}
         method = steps_of(method, format, smoothing, rotation, asked)
@@ -137,9 +139,9 @@ class MLSpecConfig(QuantizationConfigMixin):
             _require_own(record, given)
         self.quant_method, self.format_version, self.format = quant_method, format_version, record and record.written
         self.activation_clip, self.router = _clip_of(activation_clip, record, method), _require_router(router, record)
-        self.router_every = _require_every(router_every, router)
+        self.head_and_embedding = _require_ends(head_and_embedding, record)
         self.streaming = asked_to_stream(plane_budget, top_planes, plane_folder, record is _PLANES)
-        self.transform = transform_named(transform).word
+        self.transform, self.router_every = transform_named(transform).word, _require_every(router_every, router)
         for name, option in options().items():
             setattr(self, name, given.get(name, option.default))
         self.activation_bits = activation_bits if record is None else _require_activations(activation_bits, record)
@@ -184,6 +186,7 @@ class MLSpecConfig(QuantizationConfigMixin):
         omitted |= set() if packs else {"activation_bits", "modules_to_not_convert"}
         omitted |= {"kv_cache"} if self.kv_cache is None else set()
         omitted |= {name for name in ("router", "calibration", "skip_modules") if getattr(self, name) is None}
+        omitted |= set() if self.head_and_embedding else {"head_and_embedding"}
         omitted |= {"activation_clip"} if self.activation_clip in (None, 1) else set()
         omitted |= {"transform"} if self.transform == NONE.word else set()
         omitted |= {"request", "streaming", "router_every"}
@@ -271,6 +274,18 @@ def _planes_of(record: Format | None, num_planes: int | str, others: dict[str, A
     if num_planes not in (options()["num_planes"].default, bits):
         raise ValueError(f"MLSpecConfig: bits is {bits!r} and num_planes {num_planes!r}: give one of them")
     return bits
+
+
+def _require_ends(asked: bool, record: Format | None) -> bool:
+    """``asked``; ValueError for other words, and for a format whose embeddings stay as they are."""
+    if type(asked) is not bool:
+        raise ValueError(f"MLSpecConfig: head_and_embedding is {asked!r}, expected True or False")
+    if asked and record is not FORMATS["zipper"]:
+        told = None if record is None else record.written
+        raise ValueError(
+            f"MLSpecConfig: head_and_embedding is True, but format {told!r} keeps both: use it with format='zipper'"
+        )
+    return asked
 
 
 def _require_every(every: str | None, router: Any) -> str | None:

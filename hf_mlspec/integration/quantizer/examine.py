@@ -27,12 +27,14 @@ from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch
 from ...nn.transforms import NONE, ORDER
 from ...nn.zipper import ZipperLinear
+from ...nn.zipper_embedding import ZipperEmbedding
 from ...precision import Precision
 from ..levels.load import require_folder
 from ..levels.words import LOOKUPS, require_no_head
 from .blank import blank_model, plan_folder, quantization_of, read_checkpoint
 from .checkpoint import Checkpoint, require_packed, require_plain
 from .config import QUANT_METHOD, MLSpecConfig
+from .ends import put_empty_embedding
 from .nested_loading import escapes_of, plain_experts, tied_to_tables
 from .packing import packed_modules, packed_parameters, packed_weights, put_packed
 from .research import Research, research_of
@@ -222,7 +224,9 @@ def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[Pr
     kept = set(config.modules_to_not_convert)
     kept |= tied_to_tables(model) | plain_experts(model, checkpoint) if config.record.in_place else set()
     put_packed(model, config, kept, with_sources=False, escapes=escapes_of(checkpoint))
-    guard = next(packed_modules(model))
+    if config.head_and_embedding:
+        put_empty_embedding(model, config)
+    guard = min(packed_modules(model), key=lambda own: not isinstance(own[1], PackedLinear))  # the first linear
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"{guard[0]}\.{guard[1].names[0]}$"}
     model._keys_to_ignore_on_load_unexpected = ignored
     require_packed(checkpoint, model, packed_parameters(model), headers_only=True)
@@ -235,10 +239,16 @@ def _ours(folder: str, config: MLSpecConfig, checkpoint: Checkpoint) -> tuple[Pr
     word += f", 4-bit activations clipped at {config.activation_clip:g}" if config.activation_clip else ""
     word += f", inputs transformed ({config.transform})" if config.transform != NONE.word else ""
     return model, _grouped(
-        (word if isinstance(module, PackedLinear) else f"{word}, experts", packed_weights(module),
+        (word + _kind(module), packed_weights(module),
          sum(map(_bytes, _packed_tensors(name, module, stored, model))), f"{config.record.title}, as it is", "")
         for name, module in packed_modules(model)
     )  # fmt: skip
+
+
+def _kind(module: PackedModule) -> str:
+    if isinstance(module, PackedLinear):
+        return ""
+    return ", embedding" if isinstance(module, ZipperEmbedding) else ", experts"
 
 
 def _high_zeros(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, float]:

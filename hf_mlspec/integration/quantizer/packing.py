@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...nn.castable import has_dense_weight
+from ...nn.expert_kinds import experts_in
 from ...nn.expert_modules import ExpertModule, is_experts
-from ...nn.experts import PackedExperts
-from ...nn.nested_experts import NestedExperts
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch, switch_for
 from ...nn.transforms import NONE, transform_named
+from ...nn.zipper_embedding import ZipperEmbedding
 from .config import MLSpecConfig
 
 
@@ -32,7 +32,7 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
 
 def packed_weights(module: PackedModule) -> int:
     """How many weights a packed module stands for; two of experts share a byte."""
-    if isinstance(module, PackedLinear):
+    if isinstance(module, PackedLinear | ZipperEmbedding):
         return module.in_features * module.out_features
     return sum(module.held(name)[0].numel() * 2 for name in module.names)
 
@@ -182,8 +182,7 @@ def _empty(
         if config.transform != NONE.word:
             packed.transform_(transform_named(config.transform))
     else:
-        kind = NestedExperts if config.weights == NestedExperts.format else PackedExperts
-        packed = kind.empty(module, config.weights, switch, name, **settings)
+        packed = experts_in(config.weights).empty(module, config.weights, switch, name, **settings)
     packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
     return packed.train(module.training)
 

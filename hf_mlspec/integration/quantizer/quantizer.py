@@ -24,6 +24,7 @@ from ...nn.castable import require_plain_inputs
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
+from ...nn.plane_experts import PlaneExperts
 from ...nn.transforms import NONE
 from ...routing.router import Router
 from ..dtype import dtype_named
@@ -33,6 +34,7 @@ from ..streamed import AUTO, device_of_map, shared_out, stream_planes
 from .calibrated_loading import calibrate_loaded, prepare_to_calibrate
 from .checkpoint import Checkpoint, require_own_shards, require_packed, require_plain, require_sources
 from .config import QUANT_METHOD, MLSpecConfig
+from .ends import put_empty_embedding, put_ends, require_ends
 from .every_expert import require_every_expert
 from .nested_loading import (
     escapes_of,
@@ -120,6 +122,8 @@ class MLSpecQuantizer(PackedQuantizer):
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
         transform = self.quantization_config.transform
+        if self._packs_ends:
+            require_ends(model, "MLSpecConfig: head_and_embedding")
         if self.pre_quantized:
             self._prepare_to_load(model, checkpoint)
         elif transform != NONE.word:
@@ -147,6 +151,11 @@ class MLSpecQuantizer(PackedQuantizer):
         record = self.quantization_config.record
         return record is not None and record.in_place
 
+    @property
+    def _packs_ends(self) -> bool:
+        """Whether head and embedding become codes once they are loaded."""
+        return self.quantization_config.head_and_embedding and not self.pre_quantized
+
     def _prepare_to_load(self, model: PreTrainedModel, checkpoint: Checkpoint | None) -> None:
         config = self.quantization_config
         if checkpoint is not None:
@@ -155,8 +164,12 @@ class MLSpecQuantizer(PackedQuantizer):
         if self._nests:
             kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor
             kept |= plain_experts(model, checkpoint) if checkpoint is not None else set()
+        if config.weights == PlaneExperts.format and checkpoint is not None:  # earlier versions left experts dense
+            kept |= plain_experts(model, checkpoint, "planes")
         escapes = escapes_of(checkpoint) if checkpoint is not None else {}
         put_packed(model, config, kept, with_sources=False, escapes=escapes)
+        if config.head_and_embedding:
+            put_empty_embedding(model, config)
         guard = _guard_name(model).removeprefix(f"{model.base_model_prefix}.")  # a base model's has no prefix
         guard = rf"(^|\.){re.escape(guard)}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
@@ -187,7 +200,7 @@ class MLSpecQuantizer(PackedQuantizer):
             return model
         if self.quantization_config.request is not None:
             calibrate_loaded(model, self.quantization_config, self._samples)
-            return model
+            return put_ends(model, model.config.quantization_config) if self._packs_ends else model
         if self._quantize is not None:
             self._quantize.close()
             self._quantize = None
@@ -209,6 +222,8 @@ class MLSpecQuantizer(PackedQuantizer):
             nest_tied(model, self.quantization_config)
         elif self._nests:
             nest_loaded(model, self.quantization_config)
+        if self._packs_ends:
+            put_ends(model, self.quantization_config)
         if self.quantization_config.router is not None:
             every = self.quantization_config.router_every
             self.router = read_router(model, self._router_path(model)).choosing(every)

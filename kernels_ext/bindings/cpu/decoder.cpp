@@ -12,6 +12,7 @@
 
 #include "decoder_level.h"
 #include "decoder_rows.h"
+#include "zipper_table.h"
 #include "../operands.h"
 #include "../../cpu/attention/attention_limits.h"
 #include "../../cpu/decoder/decoder_rounds.h"
@@ -41,7 +42,7 @@ auto in_memory(const char* call, const Ints& tokens, const Ints& counts, Compute
 
 class DecoderObject : public torch::CustomClassHolder {
  public:
-  // embedding without elements: set_nested_embedding follows, for a table of bfloat16.
+  // embedding without elements: set_nested_embedding or set_zipper_embedding follows, for a table of bfloat16.
   DecoderObject(const Ints& dims, const std::vector<double>& numbers, const Tensor& embedding, const Tensor& final_norm,
                 const MaybeTensor& final_bias) {
     TORCH_CHECK_VALUE(dims.size() == 18 && numbers.size() == 5, "Decoder takes 18 sizes and 5 numbers, got ",
@@ -202,6 +203,16 @@ class DecoderObject : public torch::CustomClassHolder {
     hold(codebook), hold_parts(parts), hold_some(bias, std::nullopt);
   }
 
+  // The same for bit-planes: plane_expert_linears in decoder_experts.h; num_planes as of set_planes.
+  void set_plane_experts(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                         const MaybeTensor& bias, int64_t group, int64_t zero_doubled, int64_t num_planes) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    (name == "up" ? experts.up : experts.down) = mlspec::plane_expert_linears(
+        "experts' " + name, experts.count, in, out, plane_tiles, scale_tiles, bias, group, zero_doubled, num_planes);
+    hold(plane_tiles), hold(scale_tiles), hold_some(bias, std::nullopt);
+  }
+
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
   void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
@@ -343,6 +354,19 @@ class DecoderObject : public torch::CustomClassHolder {
                       decoder_.embedding ? "all of its rows" : "one of float32");
     decoder_.nested_embedding = mlspec::nested_table("the embedding", parts, s.hidden, s.embeddings);
     hold_parts(parts);
+  }
+
+  // A table of codes (hf_mlspec/formats/zipper/rows.py) in place of a bfloat16 embedding without rows.
+  void set_zipper_embedding(const Tensor& planes, const Tensor& step, const Tensor& places, int64_t lowest) {
+    const auto& s = decoder_.shape;
+    TORCH_CHECK_VALUE(!decoder_.embedding && s.embedding_dtype == MLSPEC_BFLOAT16,
+                      "a table of codes takes the place of a bfloat16 embedding without rows; this decoder was built with ",
+                      decoder_.embedding ? "all of its rows" : "one of float32");
+    const mlspec::CodeRows sizes = mlspec::checked_table("the embedding", planes, step, places, lowest);
+    TORCH_CHECK_VALUE(sizes.rows == s.embeddings && sizes.width == s.hidden, "the embedding has ", sizes.rows, " rows of ", sizes.width,
+                      ", expected ", s.embeddings, " of ", s.hidden);
+    for (const Tensor* part : {&planes, &step, &places}) mlspec::check_cpu("the embedding", "a part", *part), hold(*part);
+    decoder_.zipper_embedding = mlspec::table_of_codes(sizes, planes, step, places, lowest);
   }
 
   // int4 weights at 16 bits: to bfloat16 in memory first; the other linears stay as they are.
@@ -589,6 +613,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
       .def("set_nested_experts", &DecoderObject::set_nested_experts)
+      .def("set_plane_experts", &DecoderObject::set_plane_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)
@@ -603,6 +628,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_hadamard", &DecoderObject::set_hadamard)
       .def("set_adapter", &DecoderObject::set_adapter)
       .def("set_nested_embedding", &DecoderObject::set_nested_embedding)
+      .def("set_zipper_embedding", &DecoderObject::set_zipper_embedding)
       .def("set_dequantize", &DecoderObject::set_dequantize)
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)

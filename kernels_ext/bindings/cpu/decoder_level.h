@@ -16,7 +16,7 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
            a.outliers == b.outliers && a.activation_clip == b.activation_clip;
   };
   const auto ready = [](const Linear& linear) { return linear.weight && (linear.order || !linear.outliers); };
-  TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight,
+  TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight || decoder.zipper_embedding.planes,
                     "the decoder has no embedding yet: its table has 0 rows, and set_nested_embedding was not called");
   TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {

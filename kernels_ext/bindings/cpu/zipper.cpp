@@ -1,13 +1,15 @@
-// How does the kernel of sparse high parts meet torch? Rows are rounded to bfloat16 here, once for all outputs.
+// How do the kernels of sparse high parts, and of embeddings in two parts, meet torch? Rows are rounded to bfloat16 here, once for all outputs.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "../../cpu/threads/parallel.h"
 #include "../operands.h"
 #include "../zipper_places.h"
+#include "zipper_table.h"
 
 namespace {
 
@@ -151,9 +153,40 @@ void zipper_high_sums(const Tensor& x, const Tensor& high, const Tensor& sums) {
   });
 }
 
+Tensor zipper_rows(const Tensor& ids, const Tensor& planes, const Tensor& step, const Tensor& places, int64_t lowest, double scale) {
+  constexpr const char* op = "zipper_rows";
+  const CodeRows sizes = checked_code_rows(op, ids, planes, step, places, lowest, scale);
+  for (const auto& [name, part] : {std::pair{"ids", &ids}, {"planes", &planes}, {"step", &step}, {"places", &places}})
+    check_cpu(op, name, *part);
+  const ZipperTable table = table_of_codes(sizes, planes, step, places, lowest);
+  const int64_t n = ids.size(0), width = sizes.width;
+  Tensor rows = at::empty({n, width}, planes.options().dtype(at::kBFloat16));
+  if (rows.numel() == 0) return rows;
+  const mlspec_row_ops& kernels = cpu_kernels().row;  // may throw, which a parallel region must not
+  const int threads = threads_for(static_cast<double>(n) * width);
+  const Tensor wide = at::empty({threads, width}, at::kFloat);
+  const int32_t* const which = ids.const_data_ptr<int32_t>();
+  uint16_t* const to = static_cast<uint16_t*>(rows.mutable_data_ptr());
+  float* const all = wide.mutable_data_ptr<float>();
+  run(threads, [&](Team& team) {
+    team.share(n, rows_per_piece(width), [&](int64_t i, int64_t end) {
+      float* const own = all + team.index() * width;
+      for (; i < end; ++i) {
+        zipper_row(table, std::clamp<int64_t>(which[i], 0, sizes.rows - 1), own);
+        kernels.narrow(own, MLSPEC_BFLOAT16, width, to + i * width);
+        if (scale == 1.0) continue;
+        kernels.widen(to + i * width, MLSPEC_BFLOAT16, static_cast<float>(scale), width, own);
+        kernels.narrow(own, MLSPEC_BFLOAT16, width, to + i * width);
+      }
+    });
+  });
+  return rows;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
   m.impl("zipper_high_linear", zipper_high_linear);
   m.impl("zipper_high_sums", zipper_high_sums);
+  m.impl("zipper_rows", zipper_rows);
 }

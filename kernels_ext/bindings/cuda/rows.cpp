@@ -37,27 +37,12 @@ namespace {
 
 using namespace mlspec;
 
-const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3, 'relu2': 4}";
-
 constexpr int64_t kMostLowRankRows = 8 * 65535;  // eight a block of a grid
 
 std::tuple<Tensor, Tensor> norm_by(const char* op, const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
                                    const Tensor* order) {
-  check_bf16(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  check_norm(op, x, weight, residual, order);
   const int64_t width = x.size(-1);
-  float_dtype(op, "weight", weight);
-  check_shape(op, "weight", weight, {width});
-  check_device(op, "weight", weight, "x", x);
-  if (residual) {
-    check_bf16(op, "residual", *residual);
-    check_shape(op, "residual", *residual, x.sizes());
-    check_device(op, "residual", *residual, "x", x);
-  }
-  if (order) {
-    TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, width]");
-    check_vector(op, "order", *order, width, "x", x);
-  }
   const CudaCall call(op, x);
   Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(residual ? x.sizes() : at::IntArrayRef{0}, x.options());
   if (x.numel() == 0) return {normed, total};
@@ -94,17 +79,6 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   call.check(mlspec_cuda_gated(flat_gate.const_data_ptr(), flat_up.const_data_ptr(), out.numel(), 1, out.numel(), 0, nullptr,
                                out.mutable_data_ptr(), &launch));
   return out;
-}
-
-void check_gate_up(const char* op, const Tensor& gate_up) {
-  check_bf16(op, "gate_up", gate_up);
-  TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
-                    ", expected [n, 2 * intermediate]");
-}
-
-void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
-  check_gate_up(op, gate_up);
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= 4, op, ": activation is ", activation, ", choose one of ", kActivationNames);
 }
 
 Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {
@@ -213,25 +187,15 @@ Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
 // Of rows of x, or where there is an activation of gated rows; width: of what is rotated.
 Tensor rotated(const char* op, const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner, const char* name, int64_t width,
                int32_t activation) {
-  const int64_t order = matrix ? matrix->dim() ? matrix->size(0) : 0 : 1;
-  if (matrix) check_part(op, "matrix", *matrix, at::kFloat, {order, order}, name, x, kVectorBytes);
-  TORCH_CHECK_VALUE(!matrix || (order > 0 && order % 4 == 0 && order <= MLSPEC_HADAMARD_MAX_ORDER), op, ": matrix has ", order,
-                    " rows, expected a multiple of 4 up to ", int64_t(MLSPEC_HADAMARD_MAX_ORDER));
-  const int64_t powers = size / order;
-  TORCH_CHECK_VALUE(size > 0 && size % order == 0 && (powers & (powers - 1)) == 0, op, ": size is ", size, ", expected ", order,
-                    " times a power of two");
-  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": ", activation < 0 ? "x has " : "gated rows have ", width,
-                    " columns, size ", size, " times inner ", inner, " does not divide them");
+  check_matrices(op, matrix, size, inner, x, name, width, activation >= 0);
   const CudaCall call(op, x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = width;
   Tensor out = at::empty(shape, x.options());
   if (out.numel() == 0) return out;
   const Tensor rows = dense(x);
-  const mlspec_cuda_hadamard hadamard{rows.const_data_ptr(), matrix ? matrix->const_data_ptr<float>() : nullptr,
-                                      out.mutable_data_ptr(), out.numel() / width, width, order, size, inner,
-                                      limits_of(call, x.device().index()).shared_bytes,
-                                      static_cast<float>(1.0 / std::sqrt(static_cast<double>(size))), activation};
+  mlspec_cuda_hadamard hadamard = hadamard_of(call, rows, matrix, size, inner, out.numel() / width, width, activation);
+  hadamard.out = out.mutable_data_ptr();
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_hadamard_rows(&hadamard, &launch));
   return out;

@@ -1,4 +1,4 @@
-// How does the kernel of sparse high parts meet torch on a GPU? What the ops take: hf_mlspec/ops/zipper.py. Nothing is read back: the
+// How do the kernels of sparse high parts, and of embeddings in two parts, meet torch on a GPU? What the ops take: hf_mlspec/ops/zipper.py. Nothing is read back: the
 // sparse rows are trusted, prepack_zipper made them.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -8,7 +8,9 @@
 
 #include "row_checks.h"
 #include "../zipper_places.h"
+#include "../zipper_table.h"
 #include "../../cuda/zipper/zipper_high.h"
+#include "../../cuda/zipper/zipper_rows.h"
 
 namespace {
 
@@ -97,9 +99,29 @@ Tensor zipper_high_joined(const Tensor& x, const Tensor& low, const Tensor& high
   return add_high(op, x, low, args, bias);
 }
 
+Tensor zipper_rows(const Tensor& ids, const Tensor& planes, const Tensor& step, const Tensor& places, int64_t lowest, double scale) {
+  constexpr const char* op = "zipper_rows";
+  const CodeRows sizes = checked_code_rows(op, ids, planes, step, places, lowest, scale);
+  check_device(op, "planes", planes, "ids", ids);
+  check_device(op, "step", step, "ids", ids);
+  check_device(op, "places", places, "ids", ids);
+  const CudaCall call(op, ids);
+  Tensor out = at::empty({ids.size(0), sizes.width}, ids.options().dtype(at::kBFloat16));
+  if (out.numel() == 0) return out;
+  const int32_t* const begins = sizes.sparse ? places.const_data_ptr<int32_t>() : nullptr;
+  const mlspec_cuda_zipper_table table{planes.const_data_ptr<uint8_t>(), step.const_data_ptr(), begins,
+                                       sizes.sparse ? reinterpret_cast<const uint8_t*>(begins + sizes.rows + 1) : nullptr,
+                                       sizes.rows, sizes.width, static_cast<int32_t>(sizes.count), static_cast<int32_t>(lowest)};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_zipper_rows(&table, ids.const_data_ptr<int32_t>(), out.size(0), static_cast<float>(scale),
+                                     out.mutable_data_ptr(), &launch));
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("zipper_high_linear", zipper_high_linear);
   m.impl("zipper_high_joined", zipper_high_joined);
+  m.impl("zipper_rows", zipper_rows);
 }

@@ -239,10 +239,15 @@ void Decoder::embed(Team& team, const Pass& pass) {
   auto* const own = reinterpret_cast<uint16_t*>(w.rows.data() + team.index() * w.row_stride);
   team.share(pass.tokens.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (!embedding) nested_row(pass.tokens[i], own);
+      float* const hidden = w.hidden.data() + i * shape.hidden;
+      if (zipper_embedding.planes) {
+        zipper_row(zipper_embedding, pass.tokens[i], hidden);
+        cpu_kernels().row.narrow(hidden, MLSPEC_BFLOAT16, shape.hidden, own);
+      } else if (!embedding) {
+        nested_row(pass.tokens[i], own);
+      }
       const char* const row = static_cast<const char*>(embedding) + (embedding ? pass.tokens[i] * shape.hidden * element : 0);
       const void* const from = embedding ? static_cast<const void*>(row) : own;
-      float* const hidden = w.hidden.data() + i * shape.hidden;
       cpu_kernels().row.widen(from, shape.embedding_dtype, shape.embedding_scale, shape.hidden, hidden);
       if (!position_embedding) continue;
       const char* const place = static_cast<const char*>(position_embedding) + pass.positions[i] * shape.hidden * element;

@@ -12,6 +12,7 @@
 #include "decoder_states.h"
 #include "../kernels.h"
 #include "../threads/parallel.h"
+#include "../zipper/zipper_rows.h"
 
 namespace mlspec {
 
@@ -157,8 +158,9 @@ class Decoder {
   DeltaShape delta;                         // of all layers that are delta nets
   std::vector<const DeltaNet*> delta_nets;  // these
   int64_t num_kv_layers() const { return layers.size() - delta_nets.size(); }
-  const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested
+  const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested, or holds codes
   Linear nested_embedding;
+  ZipperTable zipper_embedding;
   const void* position_embedding = nullptr;  // [positions][hidden], of the embedding's dtype, added to it; null: none
   Norm final_norm;
   Linear head;

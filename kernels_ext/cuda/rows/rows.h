@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "../linear/linear.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -65,6 +67,24 @@ typedef struct {
 } mlspec_cuda_hadamard;
 
 const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how);
+
+// Rows become integers where they are computed, with the bits of the two calls one behind the other: `codes` says how, but for x, stream
+// and overlap; num_tokens rows of in_features columns. order: of the columns that are coded, null, or int32 [in_features].
+
+// The rows of mlspec_cuda_rms_norm; whether rows of this width are served.
+const char* mlspec_cuda_norm_codes(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
+                                   const int32_t* order, void* total, const mlspec_cuda_quantize* codes,
+                                   const mlspec_cuda_row_launch* how);
+int32_t mlspec_cuda_norm_codes_serves(int64_t width);
+
+// The rows of mlspec_cuda_gated, x being gate; where activation is -1, x as it is.
+const char* mlspec_cuda_row_codes(const void* x, const void* up, int64_t stride, int32_t activation, const int32_t* order,
+                                  const mlspec_cuda_quantize* codes, const mlspec_cuda_row_launch* how);
+
+// The rows of mlspec_cuda_hadamard_rows, whose `out` is not read; whether these sizes are served.
+const char* mlspec_cuda_hadamard_codes(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_quantize* codes,
+                                       const mlspec_cuda_row_launch* how);
+int32_t mlspec_cuda_hadamard_codes_serves(const mlspec_cuda_hadamard* hadamard, int32_t group_size);
 
 // between = down x in float32.
 typedef struct {
