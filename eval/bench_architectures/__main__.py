@@ -119,7 +119,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
         if args.seconds and time.monotonic() - begun > args.seconds:
             return
         model = made(name, kinds[name], args.shape, args.layers, args.device)
-        width = inner + inner_for(step_bytes(model) - step_bytes(whole), args.shape, args.layers)
+        width = max(_STEP, inner + inner_for(step_bytes(model) - step_bytes(whole), args.shape, args.layers))
         if width not in llamas:
             llamas = {inner: whole, width: made(LLAMA, kinds[LLAMA], args.shape, args.layers, args.device,
                                                 intermediate_size=width)}  # fmt: skip
