@@ -195,6 +195,9 @@ def _add_batch(commands: Any) -> None:
                              "GPU of the cluster)")
     parser.add_argument("--ray", metavar="ADDRESS", type=text,
                         help="of a Ray cluster, or auto (default: where --workers is above 1, this machine alone)")
+    parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N",
+                        help="processes of one machine, each on a device of its own, that share the model of a worker "
+                             "(default %(default)s)")
     parser.add_argument("--slots", type=positive, default=8, metavar="N",
                         help="answers that a worker decodes at a time (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=positive, default=1024, metavar="N",

@@ -78,15 +78,17 @@ CHAINS: dict[str, Callable] = {
 
 
 def captured_loop(
-    name: str, levels: Levels = GREEDY, emit=None, *, batch: int = 1, slots: int = 16
+    name: str, levels: Levels = GREEDY, emit=None, *, batch: int = 1, slots: int = 16, streams: bool = False
 ) -> Loop:
-    """A loop without rows, over a chain with room for few."""
+    """A loop without rows, over a chain with room for few. streams: as of `CapturedChain`, whose rows get their first
+    tokens soon."""
     target = levels.checker("target")
     drafter = CHAINS[name](levels, target.runner)
     found = round_levels(target, drafter, num_draft_tokens=4, batch=batch, longest=64)
-    chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled)
+    chain = CapturedChain(found, (), batch, slots, sampled=levels.sampled, streams=streams)
     adopt(chain, target, drafter, 0)
     loop = Loop(CapturedRounds(chain, target, drafter), emit=emit)
+    loop.rounds.steps.soon = streams
     loop.start([], [])
     return loop
 
@@ -111,11 +113,11 @@ def alone(prompt: list[int], budget: int, number: int, levels: Levels = GREEDY) 
 class Serving:
     """A chain whose rows come and go at random."""
 
-    def __init__(self, name: str, levels: Levels = GREEDY, seed: int = 0):
+    def __init__(self, name: str, levels: Levels = GREEDY, seed: int = 0, streams: bool = False):
         self.rng, self.levels, self.going = random.Random(seed), levels, []
         self.asked: dict[int, tuple[list[int], int]] = {}
         self.written: dict[int, list[int]] = {}
-        self.loop = captured_loop(name, levels, self.emit)
+        self.loop = captured_loop(name, levels, self.emit, streams=streams)
 
     def emit(self, numbers: list[int], kept: list[list[int]], verdict: Verdict) -> None:
         for number, tokens in zip(numbers, kept, strict=True):

@@ -4,7 +4,8 @@
     python -m eval.bench_architectures --shape 8b --device cuda
     python -m eval.bench_architectures --classes Gemma2ForCausalLM --batch 8
 
-Each dense class that is described gets layers of one shape with random BF16 weights, and so does Llama. Tokens are
+Each dense class that is described gets layers of one shape with random BF16 weights, and so does a Llama with MLPs of
+such a width that it reads as many bytes: what a layer takes beside its bytes is then the same part of both. Tokens are
 decoded by both in turn, without levels; the time of a prompt and the first tokens is taken off. A row: milliseconds of
 a step, the bytes of weights that it reads, and the time a byte over Llama's in the same turn, the median of all turns.
 On the CPU it is processor time, so that other programs count less.
@@ -36,6 +37,7 @@ SHAPES = {
 }
 _IDS = {"vocab_size": 8192, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
 _WIDTHS = "ffn_dim", "ffn_hidden_size", "n_inner", "word_embed_proj_dim"  # words for widths that some configs have
+_STEP = 64  # widths of MLPs are multiples
 _FALCON = "FalconForCausalLM"  # whose old form has one key head
 
 
@@ -49,10 +51,10 @@ def dense_classes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def made(name: str, kind: str, shape: str, layers: int, device: str) -> PreTrainedModel:
-    """A prepared model of a class, of random BF16 weights."""
+def made(name: str, kind: str, shape: str, layers: int, device: str, **sizes: int) -> PreTrainedModel:
+    """A prepared model of a class, of random BF16 weights and of these sizes where any are given."""
     config = CONFIG_MAPPING[kind]
-    said = {**SHAPES[shape], **_IDS, "num_hidden_layers": layers}
+    said = {**SHAPES[shape], **_IDS, "num_hidden_layers": layers, **sizes}
     said |= {"new_decoder_architecture": True, "num_kv_heads": said["num_key_value_heads"]} if name == _FALCON else {}
     known = {word for base in config.__mro__ for word in vars(base).get("__annotations__", {})}
     inner, hidden = said["intermediate_size"], said["hidden_size"]
@@ -74,6 +76,11 @@ def step_bytes(model: PreTrainedModel) -> int:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     apart = 0 if table is head else table.nbytes
     return sum(parameter.nbytes for parameter in model.parameters()) - apart
+
+
+def inner_for(more: int, shape: str, layers: int) -> int:
+    """By how much wider a Llama's MLPs are for so many bytes more, in steps that every kernel takes."""
+    return round(more / (layers * 3 * SHAPES[shape]["hidden_size"] * 2) / _STEP) * _STEP
 
 
 def step_seconds(model: PreTrainedModel, rows: int) -> float:
@@ -105,13 +112,19 @@ def compared(model: PreTrainedModel, llama: PreTrainedModel, rows: int, repeats:
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:
     kinds, begun = dense_classes(), time.monotonic()
-    llama = made(LLAMA, kinds[LLAMA], args.shape, args.layers, args.device)
+    whole = made(LLAMA, kinds[LLAMA], args.shape, args.layers, args.device)
+    inner = SHAPES[args.shape]["intermediate_size"]
+    llamas = {inner: whole}
     for name in args.classes or kinds:
         if args.seconds and time.monotonic() - begun > args.seconds:
             return
         model = made(name, kinds[name], args.shape, args.layers, args.device)
+        width = max(_STEP, inner + inner_for(step_bytes(model) - step_bytes(whole), args.shape, args.layers))
+        if width not in llamas:
+            llamas = {inner: whole, width: made(LLAMA, kinds[LLAMA], args.shape, args.layers, args.device,
+                                                intermediate_size=width)}  # fmt: skip
         for rows in args.batch:
-            found = compared(model, llama, rows, args.repeats)
+            found = compared(model, llamas[width], rows, args.repeats)
             yield {"class": name, "mb": round(step_bytes(model) / 1e6, 1), **found}
         del model
         gc.collect()

@@ -1,8 +1,9 @@
 """What do int8 outliers, ordered inputs and online rotations cost a captured step, over int4 in groups of 128?
 
-The 8B shape with random codes; steps as in eval/bench_gpu/step.py, all in one process. Ordered: inputs gathered at
-random, as Atom's are by their size. Rotated: o and down have the Hadamard matrices of QuaRot in front; down rotated:
-down alone, as SpinQuant has it.
+The 8B shape with random codes; steps as in eval/bench_gpu/step.py, all in one process. Apart: rows become integers in
+a kernel of its own, not in the one that makes them, which the other steps of 8 and 4 activation bits do. Ordered:
+inputs gathered at random, as Atom's are by their size. Rotated: o and down have the Hadamard matrices of QuaRot in
+front; down rotated: down alone, as SpinQuant has it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ def _steps(bench: Bench, shape: str, model: PreTrainedModel) -> Iterator[tuple[s
             decoder = decoder_of(model, "cuda")
             if decoder is None:
                 raise WrongStep(f"{word}: there is no decoder for this model here; the warning above says why")
-            for case in CASES:
-                found = Step(decoder, case, 24 if bench.quick else KEPT).timed()
-                yield f"{shape}{word}, {case.name}", found.median * 1e3
+            usual = decoder.codes
+            for codes in (usual, False) if usual and word != "w4a16" else (usual,):
+                decoder.codes, apart = codes, ", apart" if usual and not codes and word != "w4a16" else ""
+                for case in CASES:
+                    found = Step(decoder, case, 24 if bench.quick else KEPT).timed()
+                    yield f"{shape}{word}{apart}, {case.name}", found.median * 1e3
+            decoder.codes = usual

@@ -9,6 +9,7 @@ rounds    replayed acceptance (eval/traces): seconds of a round, streamed and wi
 captured  the same in rounds that are one graph each, with a tiny model below the top planes, too
 prompts   seconds of a prefill, streamed and resident
 routed    seconds of prompts and tokens at widths that a router picks, and at static ones, streamed and resident
+table     the same in calls of generate, beside BF16, in the form of QAQ's Table 1
 drafts    replayed acceptance: rounds whose draft reads the planes that a router picks, beside fixed planes
 kernels   which kernels a prompt and a token of it take
 offload   tokens/s of accelerate's CPU offload on the same budget: the BF16 model, and the same planes
@@ -26,11 +27,11 @@ import torch
 
 from eval.parts import run_parts
 
-from . import captured, disk, drafts, kernels, offload, rounds, routed
+from . import captured, disk, drafts, kernels, offload, rounds, routed, table
 
 PARTS = {
     "rounds": rounds.lines, "captured": captured.lines, "prompts": rounds.prompts, "routed": routed.lines,
-    "drafts": drafts.lines,
+    "table": table.lines, "drafts": drafts.lines,
     "kernels": kernels.lines, "offload": offload.lines, "disk": disk.lines,
 }  # fmt: skip
 
@@ -45,6 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-planes", type=int, default=4, help="always resident; they draft (%(default)s)")
     parser.add_argument("--rows", type=int, default=4, help="of the trace (%(default)s)")
     parser.add_argument("--tokens", type=int, default=96, help="of a row (%(default)s)")
+    parser.add_argument("--windows", type=int, default=141, help="of 2,048 tokens, of the part table: as many as "
+                        "WikiText-2's test set has with Llama 3's tokenizer (%(default)s)")  # fmt: skip
     parser.add_argument("--engine", help="of the parts disk and rounds: cpu, cuda, modules (the fastest; rounds: two)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny shape: shows that the program runs")

@@ -16,6 +16,8 @@ from eval.random_packed import random_planes_model
 from eval.targets import random_model
 from hf_mlspec.routing.plane_budget import bytes_of
 
+from .models import bus_speed
+
 _TOKENS = 8
 
 
@@ -53,6 +55,8 @@ def _offloaded(model: PreTrainedModel, budget: int, options: argparse.Namespace)
     places = infer_auto_device_map(
         model, max_memory={0: budget, "cpu": 1 << 40}, no_split_module_classes=model._no_split_modules
     )
+    left = [model.get_submodule(name) for name, place in places.items() if place == "cpu"]
+    outside = sum(own.nbytes for module in left for own in module.parameters())
     offload(model, places, options.device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -68,4 +72,7 @@ def _offloaded(model: PreTrainedModel, budget: int, options: argparse.Namespace)
         times.append(time.perf_counter() - begin)
     on_host = sum(place == "cpu" for place in places.values())
     peak = torch.cuda.max_memory_allocated()
-    return {"tokens_s": _TOKENS / (times[1] - times[0]), "modules_on_host": on_host, "peak_bytes": peak}
+    return {
+        "tokens_s": _TOKENS / (times[1] - times[0]), "modules_on_host": on_host, "peak_bytes": peak,
+        "host_bytes": outside, "floor_tokens_s": bus_speed(options.device) / outside,
+    }  # fmt: skip

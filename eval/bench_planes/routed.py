@@ -15,7 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_mlspec
+from hf_mlspec.ops import choose_of_prompt, chooses_on_device
 from hf_mlspec.routing.blocks import Block, average_bits, blocks_of
+from hf_mlspec.routing.device_choice import weights_on_device
 from hf_mlspec.routing.engine import RoutedCudaEngine, RoutedEngine, routed_engine
 from hf_mlspec.routing.foresight import LEAD, indices
 from hf_mlspec.routing.passes import Routed
@@ -60,6 +62,7 @@ def fit_guesses(model: PreTrainedModel, router: Router, options: argparse.Namesp
         for place in range(len(blocks)):
             features[place].append(routed.features[place].cpu())
             chosen[place] += routed.widths[place]
+    router.usual = [max(own) for own in chosen]
     for place, own in enumerate(router.ahead):
         own.fit(torch.cat(features[place]), indices(chosen[place + LEAD], router.widths, torch.device("cpu")))
 
@@ -88,6 +91,34 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         before = beside[one["tokens"], one["widths"]]
         yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
                "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
+    if chooses_on_device(options.device):
+        yield from (_choosing(router, tokens, options) for tokens in ((16, 64) if options.quick else (256, 2048)))
+
+
+def _choosing(router: Router, tokens: int, options: argparse.Namespace) -> dict:
+    """What the choices of all blocks for a prompt take by themselves, on a GPU as one graph: the best of some runs."""
+    weights = weights_on_device(router, options.device)
+    width = weights[0].inner.shape[1]
+    x = [torch.randn(tokens, width, device=options.device, dtype=torch.bfloat16) for _ in range(8)]
+    mean, times = torch.empty(width, device=options.device), []
+
+    def choose() -> None:
+        for place, own in enumerate(weights):
+            choose_of_prompt(x[place % len(x)], mean, own)
+
+    choose()
+    if options.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            choose()
+        choose = graph.replay
+    for _ in range(options.repeats + 3):
+        mean.tolist()  # waits
+        begin = time.perf_counter()
+        choose()
+        mean.tolist()
+        times.append(time.perf_counter() - begin)
+    return {"tokens": tokens, "blocks": len(weights), "choosing_ms": min(times) * 1e3}
 
 
 def _all(

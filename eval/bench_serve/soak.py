@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import signal
 import threading
@@ -23,9 +24,11 @@ _EVERY = 1.0  # seconds between two looks at the memory
 @dataclass
 class Soaked:
     """asked, answered, wrong: requests; memory: bytes that the server's processes hold, (seconds, bytes) each; waits:
-    seconds to the first token of every answer."""
+    seconds to the first token of every answer. until: seconds when the first client asked no more: behind it rows
+    leave, and give memory back."""
 
     seconds: float = 0.0
+    until: float = math.inf
     asked: int = 0
     answered: int = 0
     wrong: int = 0
@@ -35,8 +38,9 @@ class Soaked:
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        """What is told of it; memory_moves: the largest distance from the median behind the first fifth, over that."""
-        late = sorted(held for at, held in self.memory if at > self.seconds / 5 or at == self.memory[-1][0])
+        """What is told of it; memory_moves: the largest distance from the median behind the first fifth, over that,
+        while all clients ask."""
+        late = sorted(held for at, held in self.memory if self.seconds / 5 < at < self.until) or [self.memory[-1][1]]
         step = max(len(self.memory) // 20, 1)
         middle, ranked = late[len(late) // 2], sorted(self.waits)
         return {"seconds": self.seconds, "asked": self.asked, "answered": self.answered, "wrong": self.wrong,
@@ -104,6 +108,7 @@ async def _all(port: int, model: str, work: Work, expected: list[str], clients: 
             found.wrong += seen.texts[0] != expected[at]
             found.tokens += seen.tokens[0]
             found.waits.append(seen.first[0])
+        found.until = min(found.until, time.perf_counter() - begin)
 
     await asyncio.gather(*(client(number) for number in range(clients)))
     found.seconds = time.perf_counter() - begin

@@ -40,6 +40,7 @@ from hf_mlspec.routing.router import Router
 
 from .allocations import around, blend, greedy, oracle
 from .choices import between_blocks, between_kinds, entropy, interval
+from .plot import draw_kinds
 from .scoring import Found, Scorer
 from .speed import of_generate, of_prefill
 
@@ -279,6 +280,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(%(default)s)")
     parser.add_argument("--device", default="cpu", help="where the models run (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the lines, too")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of mean planes by block and kind of query")
     return parser
 
 
@@ -303,6 +305,8 @@ def main(words: list[str] | None = None) -> int:
         for one in chain(heads, measure(args)):
             print(json.dumps(one), file=out, flush=True)  # a run that is killed leaves what it measured
             lines.append(one)
+            if args.plot and one["part"] == "choices":
+                draw_kinds(one, args.plot)
     show(lines[len(heads) :])
     return 0
 

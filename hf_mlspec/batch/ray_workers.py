@@ -16,8 +16,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("Ray is not installed: pip install 'hf-mlspec[ray]', or leave out --workers and --ray "
                               "for one worker in this process", name="ray") from error
 
+from .group import worker_of
 from .source import Numbered
-from .worker import Settings, Worker, WorkerLost
+from .worker import Settings, WorkerLost
 
 _LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, NodeDiedError)  # no error of what a worker was asked
 _STARTS = 3
@@ -27,12 +28,13 @@ _STORE = 128 << 20  # bytes of Ray's object store: lines and answers, no weights
 class RayWorker:
     """A worker that is an actor; `ray_cluster` is entered.
 
-    settings: whose device names the kind; an actor on a GPU has one of its own. cores: of the machine, kept for it.
+    settings: whose device names the kind; an actor on a GPU has one of its own, or one for each of its processes.
+    cores: of the machine, kept for it.
     """
 
     def __init__(self, settings: Settings, cores: int) -> None:
         self.settings, self.life = settings, 0
-        self._options = {"num_cpus": cores, "num_gpus": int(settings.device.startswith("cuda")),
+        self._options = {"num_cpus": cores, "num_gpus": settings.processes * settings.device.startswith("cuda"),
                          "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}  # fmt: skip
         self._actor = self._new()
 
@@ -70,7 +72,7 @@ class _Actor:
     """Ray runs calls of its methods side by side, in one event loop."""
 
     def __init__(self, settings: Settings) -> None:
-        self.worker = Worker(settings)
+        self.worker = worker_of(settings)
 
     async def load(self) -> dict[str, Any]:
         return self.worker.load()

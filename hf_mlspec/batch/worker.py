@@ -29,13 +29,14 @@ from .source import Numbered
 _NO_LIMIT = 2**31 - 1
 _MOST_CHOICES = 128  # answers to one line, as in OpenAI's API
 _NOT_DECODING, _FAILED = 503, 500
+PREFILL_CHUNK = 512  # tokens of a prompt read between two rounds
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a worker decodes with. name: what requests may call the model. slots: answers decoded at a time.
     new_tokens: of an answer at most, and of one that asks for no number. chat_template: a Jinja template in place of
-    the tokenizer's own. seed: of the job."""
+    the tokenizer's own. seed: of the job. processes: that share the model, on one machine."""
 
     model: str
     dtype: str
@@ -46,6 +47,7 @@ class Settings:
     new_tokens: int = 1024
     chat_template: str | None = None
     seed: int = 0
+    processes: int = 1
     config: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
@@ -67,7 +69,7 @@ class Worker:
         asked = self.settings
         enable()
         hide_progress_bars()
-        model, tokenizer = load_causal_lm(asked.model, asked.dtype, asked.device)
+        model, tokenizer = self._read_model()
         model = nested_for(model, asked.levels)
         if asked.chat_template is not None:
             tokenizer.chat_template = asked.chat_template
@@ -77,12 +79,19 @@ class Worker:
         self._reading, self._writing = ThreadPoolExecutor(1, "mlspec-reading"), copy.deepcopy(tokenizer)
         own, self._other = Pipe()
         end = BackendEnd(own)
-        self._backend = Backend(model, copy.deepcopy(tokenizer), asked.levels, asked.config, slots=asked.slots,
-                                queue_limit=_NO_LIMIT, watch=_Unwatched(), tell=end.tell, prefill_chunk=512,
-                                prefix_cache=None)
+        self._backend = self._make_backend(
+            model, copy.deepcopy(tokenizer), asked.levels, asked.config, slots=asked.slots, queue_limit=_NO_LIMIT,
+            watch=_Unwatched(), tell=end.tell, prefill_chunk=PREFILL_CHUNK, prefix_cache=None,
+        )  # fmt: skip
         self._backend.start()
         end.serve(self._backend, _Unwatched())
         return identity
+
+    def _read_model(self) -> tuple[Any, Any]:
+        return load_causal_lm(self.settings.model, self.settings.dtype, self.settings.device)
+
+    def _make_backend(self, *words: Any, **named: Any) -> Backend:
+        return Backend(*words, **named)
 
     def _at(self, url: str) -> Endpoint:
         """What answers there. ValueError for chats where the packages are missing that read them."""
@@ -165,7 +174,8 @@ class _Unwatched:
 def asked_of(settings: Settings, sha256: str, lines_per_file: int) -> dict[str, Any]:
     """What the files of a job depend on, as JSON: no paths of the machine, but for the names of models."""
     config = {name: value for name, value in vars(settings.config).items() if value is not None}
-    return {
+    shared = {} if settings.processes == 1 else {"processes": settings.processes}  # who add up in their own order
+    return shared | {
         "input": sha256, "lines_per_file": lines_per_file, "model": Path(settings.model).name, "dtype": settings.dtype,
         "levels": [Path(level).name for level in settings.levels], "name": settings.name, "seed": settings.seed,
         "new_tokens": settings.new_tokens, "chat_template": settings.chat_template, "speculation": config,

@@ -17,9 +17,10 @@ import torch
 from tqdm import tqdm
 
 from ..batch.folder import OutputFolder
+from ..batch.group import worker_of
 from ..batch.job import InProcess, Job, Summary
 from ..batch.source import Source
-from ..batch.worker import Settings, Worker, asked_of
+from ..batch.worker import Settings, asked_of
 from ..integration.levels.load import require_folder
 from .request import chain_config, require_nestable
 
@@ -35,7 +36,7 @@ def run_batch(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(args.model, args.dtype, device, args.levels or [], args.served_model_name or args.model,
                         slots=args.slots, new_tokens=args.max_new_tokens, chat_template=template, seed=args.seed,
-                        config=config)
+                        processes=args.tensor_parallel, config=config)
     asked = asked_of(settings, source.sha256, args.lines_per_file)
     bar = tqdm(total=source.count, unit="line", desc="mlspec batch", disable=True if args.json else None)
     with OutputFolder(args.output, asked) as folder, _workers(args, settings) as workers, bar:
@@ -52,7 +53,7 @@ async def _run(source: Source, folder: OutputFolder, workers: list[Any], size: i
 def _workers(args: argparse.Namespace, settings: Settings) -> Iterator[list[Any]]:
     """One in this process, or as many actors of Ray as were asked for: without a number one a GPU, else one."""
     if args.ray is None and (args.workers or 1) == 1:
-        yield [InProcess(Worker(settings))]
+        yield [InProcess(worker_of(settings))]
         return
     try:
         from ..batch.ray_workers import RayWorker, ray_cluster
@@ -63,10 +64,12 @@ def _workers(args: argparse.Namespace, settings: Settings) -> Iterator[list[Any]
         if args.device is None:
             settings = replace(settings, device="cuda" if gpus else "cpu")
         on_gpus = settings.device.startswith("cuda")
-        count = args.workers or (gpus if on_gpus else 1)
-        if on_gpus and count > gpus:
-            raise ValueError(f"--workers {count}: Ray knows of {gpus} GPUs, and a worker has one of its own; give "
-                             f"--workers {gpus}" + ("" if gpus else ", or --device cpu"))
+        each = settings.processes
+        count = args.workers or (max(gpus // each, 1) if on_gpus else 1)
+        if on_gpus and count * each > gpus:
+            has = "one" if each == 1 else str(each)
+            raise ValueError(f"--workers {count}: Ray knows of {gpus} GPUs, and a worker has {has} of its own; give "
+                             f"--workers {gpus // each}" + ("" if gpus >= each else ", or --device cpu"))
         cores = max(1, (os.cpu_count() or 1) // count) if args.ray is None else 1
         yield [RayWorker(settings, cores) for _ in range(count)]
 

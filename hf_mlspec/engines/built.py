@@ -38,7 +38,8 @@ def drop_outdated(model: nn.Module) -> None:
 
 
 def _keep_only(state: ModelState, now: tuple) -> None:
-    state.decoders = {kind: built for kind, built in state.decoders.items() if built[0] == now}
+    # Another thread may drop all of them meanwhile.
+    state.decoders = {kind: built for kind, built in list(state.decoders.items()) if built[0] == now}
 
 
 def up_to_date(
@@ -59,8 +60,8 @@ def up_to_date(
         state = state or state_of(model)
         if state.decoders:
             _keep_only(state, standing(model))
-        if kind in state.decoders:
-            return state.decoders[kind][1]
+        if (kept := state.decoders.get(kind)) is not None:
+            return kept[1]
         if not may_build():
             return None
         with capturing, walking_anew():

@@ -76,6 +76,18 @@ def copy_quietly(into: Tensor, values: Tensor) -> None:
                 piece.copy_(source)
 
 
+def copy_pieces(into: Tensor, pieces: list[Tensor]) -> None:
+    """Copy keys and values of a row that stand in pieces, one behind the other along its slots, as many as fit."""
+    first, last = sum(piece.shape[3] for piece in pieces[:-1]), pieces[-1]
+    pieces = [*pieces[:-1], last[:, :, :, : into.shape[3] - first]]
+    lanes = into.split([piece.shape[3] for piece in pieces], dim=3)
+    if into.is_cuda:
+        torch._foreach_copy_(lanes, pieces)  # one call of Python for dozens of pieces
+        return
+    for lane, piece in zip(lanes, pieces, strict=True):
+        copy_quietly(lane, piece)
+
+
 def require_free(needed: int, most: int, device: torch.device, kept: int, what: str) -> int | None:
     """torch.OutOfMemoryError where less than `needed` bytes more are free for `what`; how many are free, where that is
     less than `most`, else None.

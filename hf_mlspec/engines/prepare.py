@@ -14,7 +14,7 @@ from ..nn.adapters import of_adapters, without_wrapper
 from ..nn.linear import KernelLinear, is_dense
 from ..nn.state import say_once, state_of
 from ..ops.compiled_decoder import has_compiled_decoder
-from .architecture import UnknownArchitecture
+from .architecture import UndescribedClass, UnknownArchitecture, described, recognise
 from .choose import ENGINES, built_decoder, required_decoder
 
 
@@ -24,11 +24,12 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
 
     Returns the model. No weight is copied; for the engine "cuda" the weights of q, k, v and of gate, up become views
     of one tensor. The classes that docs/guide/architectures.md calls compiled run as one compiled call per step, on a
-    GPU as kernels that fit into a CUDA graph. Of other architectures each linear runs through its kernel, with one
-    warning. From then on plain `model.generate` (greedy and sampling) also decodes this way; an unsupported call runs
-    in transformers' own loop, with one warning. Later changes of the weights, the PrecisionSwitch or adapters (PEFT)
-    are detected, except through `.data`: a cast is not made again (it drafts worse, no token changes), and on a GPU
-    norms and biases go unnoticed. A deep copy is not prepared.
+    GPU as kernels that fit into a CUDA graph; so do classes in which a probe recognises the form of one of them, which
+    is said once. Of others each linear runs through its kernel, with one warning. From then on plain `model.generate`
+    (greedy and sampling) also decodes this way; an unsupported call runs in transformers' own loop, with one warning.
+    Later changes of the weights, the PrecisionSwitch or adapters (PEFT) are detected, except through `.data`: a cast
+    is not made again (it drafts worse, no token changes), and on a GPU norms and biases go unnoticed. A deep copy is
+    not prepared.
 
     engine: None for the fastest, or as in SpeculationConfig: "cpu", "cuda", or "modules", whose linears then run
     through their kernels one by one.
@@ -47,17 +48,40 @@ def prepare(model: nn.Module, engine: str | None = None) -> nn.Module:
         raise ops.KernelError(f"prepare needs the compiled kernels: {ops.why_not_compiled()}")
     if device.type == "cuda":
         _require_gpu_serves(model, device)
-    if engine == "modules":
-        _serve_linears(model, "that engine was asked for")
-    elif engine is not None:
-        required_decoder(model, engine)
-    else:
-        try:
-            built_decoder(model, device.type)
-        except UnknownArchitecture as error:
-            _serve_linears(model, str(error))
+    _serve(model, engine, device)
     state_of(model).prepared, state_of(model).engine = True, engine
     return given
+
+
+def _serve(model: nn.Module, engine: str | None, device: torch.device) -> None:
+    """Build the decoder that was asked for, or let kernels serve the linears."""
+    if engine == "modules":
+        _serve_linears(model, "that engine was asked for")
+        return
+    unknown = _why_unknown(model)
+    if engine is not None:
+        required_decoder(model, engine)
+        return
+    try:
+        built_decoder(model, device.type)
+    except UnknownArchitecture as error:
+        _serve_linears(model, unknown or str(error))
+
+
+def _why_unknown(model: nn.Module) -> str | None:
+    """Why nothing is known of what a model's class computes; None where something is: it has a description, or a probe
+    recognises a known form in it, whose evidence is said once."""
+    try:
+        described(model)
+    except UndescribedClass:
+        try:
+            found = recognise(model)
+        except UnknownArchitecture as error:
+            return str(error)
+        say_once(model, found.told(type(model).__name__))
+    except UnknownArchitecture:
+        pass  # which is said where it is built
+    return None
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from ..nn.settings import QUANT_METHOD
 from ..ops.compiled_decoder import Sizes
 from ..precision import OWN_BITS, Bits
 from .lanes import KeptState, Lane
-from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_quietly, grown, moved, require_free
+from .memory import PIECE, WORTH_ASKING, WRITTEN_ALONE, copy_pieces, copy_quietly, grown, moved, require_free
 
 GROWTH = 256  # slots; a cache grows by half, to a multiple of this
 
@@ -236,11 +236,7 @@ class DecoderRows(CachedRows):
         head_dim]`, one behind the other, as this engine wrote them. state: behind these tokens, where layers keep one.
         `lengths` are the caller's business."""
         self._reserve(count + 1)
-        first = 0
-        for piece in pieces:
-            end = min(first + piece.shape[3], count)
-            copy_quietly(self.cache.kv[:, :, row, :, first:end], piece[:, :, :, : end - first])
-            first = end
+        copy_pieces(self.cache.kv[:, :, row, :, :count], list(pieces))
         if state is not None:
             self.states.put(row, state, count)
 

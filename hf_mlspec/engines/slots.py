@@ -15,7 +15,7 @@ from ..nn.transforms import HADAMARD, NONE, ORDER, hadamard_of
 from .architecture import ExpertBlock, UnknownArchitecture, require_format
 
 Slot = TypeVar("Slot")
-EXPERT_FORMATS = ("mxfp4", "int4", "nested")  # of packed experts
+EXPERT_FORMATS = ("mxfp4", "int4", "nested", "planes")  # of packed experts
 ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.shards import local
 from ..ops import kernel_table
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -58,9 +59,11 @@ def hash_parameters(model: nn.Module) -> str:
     """SHA-256 of a live model's ``state_dict``: per tensor, by name, one line ``name dtype shape`` and its bytes.
 
     Packed weights count as they are on disk, so a model that was prepared, or ran, has the hash it was loaded with.
+    Of a model that processes share: of what this one holds.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        tensor = local(tensor)
         shape = "x".join(map(str, tensor.shape))
         digest.update(f"{name} {_name_of(tensor.dtype)} {shape}\n".encode())
         digest.update(_bytes_of(tensor))

@@ -20,7 +20,8 @@ from ..speculation.costs import PassCosts
 from ..speculation.deferred import inside
 from ..speculation.fixed_rounds import FixedExpectations
 from ..speculation.fixed_shapes import Captured, Captures, FixedController
-from ..speculation.memory import LevelCosts, Memory, Openings
+from ..speculation.memory import LevelCosts, Memory
+from ..speculation.openings import Openings
 from ..speculation.plans import MOST_LEVELS, Situation, names_of
 from ..speculation.rounds.planning import KeptGraphs
 from ..speculation.shelf import Outlook, Shelf, Shelving
@@ -76,7 +77,7 @@ def chain_without_levels(
         return None
     known, chain = found
     if chain.left_off is None:
-        chain.openings = wiring.state.openings[known.key]
+        chain.openings = wiring.state.openings.setdefault(known.key, Openings())
         chain.controller = partial(_controller, wiring, chain, known.key, *known.costs[False])
     return chain
 
@@ -93,7 +94,7 @@ def controller_of(
     known = wiring.state.known.get(wiring.asked)
     if known is not None:
         known.costs[captures is not None] = own, told
-        describe(wiring, chain, captures is not None)
+        describe(wiring, chain, known, captures is not None)
         if isinstance(captures, KeptGraphs):
             known.captured = weakref.ref(captures.chain)
     measuring = perf_counter() - begin
@@ -109,19 +110,23 @@ def _controller(
     """As `controller_of`, where costs are known. chain_key: of what calls of this chain learn."""
     target, memories, key = chain.target.runner, wiring.state.memories, (*chain_key, captures is not None)
     exact = target.can.bit_exact
-    if exact and key not in wiring.state.learned:
-        wiring.state.learned[key] = learned_of(target, captures is not None, key, _TWINS * len(chain.names))
-    learned = wiring.state.learned[key] if exact else None
+    learned = wiring.state.learned.get(key) if exact else None
+    if exact and key not in wiring.state.learned:  # None is kept, too
+        learned = learned_of(target, captures is not None, key, _TWINS * len(chain.names))
+        wiring.state.learned[key] = learned
     memory = memories.get(key) if exact else None
     memory = memory.kept() if memory is not None else learned and learned.read()
     how = {"by_clock": exact, "memory": memory, "seen": chain.seen}
     if captures is None:
         made = Controller(own, told, **how)
-        if chain.openings is not None and chain.deferred is None:
-            chain.openings.due = next_check([target, *filter(None, chain.runners)], replayed=False)
     else:
         made = FixedController(own, told, captures=captures, **how)
         chain.waiting = made.waiting
+    if chain.openings is not None:
+        made.on_disproved = partial(chain.openings.disprove, by_trial=True)
+    if chain.openings is not None and chain.deferred is None:
+        engines = [target, *filter(None, chain.runners)]
+        chain.openings.due = next_check(engines, replayed=captures is not None)
     memories[key] = made.memory
     if learned is not None:
         learned.memory = made.memory
@@ -134,7 +139,8 @@ def _costs(wiring: Wiring, levels: list[Level], chain: Chain, replayed: bool) ->
     config, target = wiring.config, chain.target.runner
     engines = [runner for runner in chain.runners if runner is not None]
     how = {"profile": config.profile, "prepare": config.prepare, "replayed": replayed}
-    disproved = chain.openings is not None and chain.openings.disproved and not replayed
+    openings = chain.openings
+    disproved = openings is not None and (openings.by_trial or (openings.disproved and not replayed))
     own, *costs = costs_of(target, engines, disproved=disproved, **how)
     of_levels = iter(costs)
     told = [

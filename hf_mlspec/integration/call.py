@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from ..speculation.rounds.rounds import NoRoom
 from ..speculation.sampling import drawn_seed
 from ..speculation.shelf import decoded, tell_off
 from ..speculation.stats import SpeculationStats
-from . import images
+from . import images, seen
 from .adaptive import chain_without_levels, let_choose, tell_what_never_pays
 from .capture import captured, go_on
 from .config import SpeculationConfig
@@ -89,13 +89,8 @@ def generate(
     """
     check_target(model, generation_config.num_beams)
     call = Call(
-        input_ids=input_ids,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        settings=generation_config,
-        model_kwargs=model_kwargs,
-        levels=assistant_models if assistant_models is not None else [],
-        tokenizers=assistant_tokenizers,
+        input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs,
+        levels=assistant_models if assistant_models is not None else [], tokenizers=assistant_tokenizers,
         config=speculation_config,
         tokenizer=target_tokenizer,
     )
@@ -107,7 +102,8 @@ class Call:
     """What stock generate prepared, and the user's arguments about levels.
 
     input_ids: int64 `[batch, width]`. keep_cache: return the user's own past_key_values filled.
-    watch: called with the chain and its `emit` before decoding; returns the `emit` to use instead.
+    watch: called with the chain and its `emit` before decoding; returns the `emit` to use instead. images: whether
+    the prompt had some, which modules read.
     """
 
     input_ids: Tensor
@@ -122,6 +118,7 @@ class Call:
     streamer: object | None = None
     keep_cache: bool = False
     watch: Callable[[Chain, Emit], Emit] | None = None
+    images: bool = False
 
     @property
     def tokens_given(self) -> int:
@@ -145,9 +142,12 @@ def run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tenso
 
 
 def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tensor:
-    prompts = check(model, call)
-    stop = Stopping(call.criteria, prompts)
-    state = state_of(model)
+    found = images.given(call.model_kwargs)
+    found = found and seen.checked(model, call, found)
+    prompts = check(model, call, found)
+    if found:
+        seen.read(model, call, found)
+    stop, state = Stopping(call.criteria, prompts), state_of(model)
     with walking_once():
         chain = _chain(model, call, prompts, stop, state)
     _require_memory(model, call, chain, prompts, state)
@@ -175,16 +175,18 @@ def _run(model: PreTrainedModel, call: Call) -> GenerateDecoderOnlyOutput | Tens
     tell_what_never_pays(model, chain, stats)
     if call.streamer is not None:
         call.streamer.end()
-    return record.result(prompts, prompts.grown, stats, cache)
+    return record.result(prompts, prompts.grown, stats, None if call.images else cache)
 
 
-def check(model: PreTrainedModel, call: Call) -> Prompts:
-    """The prompts of a call that can be served; ValueError for any other, before anything is computed."""
-    check_request(call.input_ids, call.settings, call.model_kwargs)
-    images.check_tokens(model, call.input_ids)
+def check(model: PreTrainedModel, call: Call, found: Collection[str] = ()) -> Prompts:
+    """The prompts of a call that can be served; ValueError for any other, before anything is computed. found: inputs
+    of images that are read before."""
+    check_request(call.input_ids, call.settings, call.model_kwargs, known=found)
+    if not found:
+        images.check_tokens(model, call.input_ids)
     check_streamer(call.streamer, len(call.input_ids))
     prompts = Prompts(call.input_ids, call.model_kwargs.get("attention_mask"), _filler(call.settings))
-    check_prompts(model, prompts, call.settings.max_length, call.model_kwargs)
+    check_prompts(model, prompts, call.settings.max_length, {} if found else call.model_kwargs)
     check_length(model, max(prompts.lengths), call.new_tokens)
     if row_by_row(model):
         check_no_states(model, call.model_kwargs, call.keep_cache)
@@ -210,9 +212,7 @@ def _chain(model: PreTrainedModel, call: Call, prompts: Prompts, stop: Stopping,
     if call.watch is None:
         given = given_of(call.levels, call.tokenizers, call.tokenizer, config, sampled)
     wiring = Wiring(
-        model,
-        call.tokenizer,
-        config,
+        model, call.tokenizer, config,
         seed=drawn_seed() if call.settings.do_sample else None,
         processors=call.processors,
         prompts=prompts,
@@ -249,7 +249,7 @@ def _decode(chain: Chain, call: Call, prompts: Prompts, stop: Stopping, emit: Em
     asked = stop if stop.asks or returned is not None else None
     how = {"stop": asked, "emit": emit, "ends": frozenset(stop.eos)}
     budgets = [call.new_tokens] * len(rows)
-    capturable = chain.target.runner.can.capturable
+    capturable = chain.target.runner.can.capturable and not call.images  # whose caches are read again from ids alone
     try:
         with (
             captured(chain, call.processors, rows, call.new_tokens) if capturable else nullcontext() as rounds,

@@ -28,6 +28,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..engines.modules.states import STATE_ARGUMENTS
 from ..engines.rows import cache_format_of
 from ..nn.state import is_prepared, say_once
+from . import images, seen
 from .arguments import check_arguments
 from .call import Call, check, run
 from .config import SpeculationConfig
@@ -231,7 +232,8 @@ def _serves(model, args: tuple, kwargs: dict) -> bool:
 
 def _refusal(model, call: Call) -> str | None:
     try:
-        check(model, call)
+        found = images.given(call.model_kwargs)
+        check(model, call, found and seen.checked(model, call, found))
     except ValueError as error:
         return str(error)
     return None

@@ -27,7 +27,8 @@ from ..speculation.chain import Chain
 from ..speculation.controller import Controller
 from ..speculation.costs import PassCosts
 from ..speculation.deferred import Built, Deferred, Kind
-from ..speculation.memory import LevelCosts, Openings, alike
+from ..speculation.memory import LevelCosts
+from ..speculation.openings import Openings, alike
 from ..speculation.plans import Situation
 from ..speculation.rounds.planning import ends_unquestioned
 from ..speculation.search import Choice
@@ -165,9 +166,8 @@ def _is_object(one: Any) -> bool:
     return one is not None and not isinstance(one, (str, os.PathLike))
 
 
-def describe(wiring: Wiring, chain: Chain, replayed: bool) -> None:
+def describe(wiring: Wiring, chain: Chain, known: Known, replayed: bool) -> None:
     """Costs of this chain are known from now on: other processes begin with that."""
-    known: Known = wiring.state.known[wiring.asked]
     if known.file is None or replayed in known.described:
         return
     known.described.add(replayed)

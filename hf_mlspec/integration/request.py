@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ..nn.hooks import without_memory
 from ..routing.router import Router
 from . import images
 from .processing import Prompts, check_mask
+from .seen import may_be_read
 
 # What stock generate hands to every decoding method and our loop makes for itself.
 _OURS = {
@@ -45,7 +47,8 @@ _UNSERVED_SETTINGS = (
 def unserved(model, args: tuple, kwargs: dict) -> str | None:
     """Why a plain call of generate on a prepared model cannot decode through its compiled steps; None where it can."""
     given = [name for name in set(kwargs) - _SERVED if kwargs[name] is not None]
-    asked = sorted(name for name in given if not images.is_of_text_alone(name, kwargs[name]))
+    asked = sorted(name for name in given
+                   if not (images.is_of_text_alone(name, kwargs[name]) or may_be_read(model, name)))  # fmt: skip
     others = [name for name in _UNSERVED_SETTINGS if name not in asked]
     asked += [name for name in others if option(model, kwargs, name) not in (None, False, "dynamic")]
     if len(args) > 1 or asked:
@@ -97,10 +100,12 @@ def check_decoding(settings: dict) -> None:
             )
 
 
-def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kwargs: dict) -> None:
+def check_request(
+    input_ids: Tensor | None, settings: GenerationConfig, model_kwargs: dict, known: Iterable[str] = ()
+) -> None:
     """Raise ValueError for an option or an input that cannot go with assistant_models; the target is checked.
 
-    input_ids: None where no prompt is known yet.
+    input_ids: None where no prompt is known yet. known: model inputs that are read before.
     """
     if input_ids is not None and input_ids.numel() == 0:
         raise ValueError(
@@ -125,7 +130,7 @@ def check_request(input_ids: Tensor | None, settings: GenerationConfig, model_kw
         _check_mask(input_ids, settings, model_kwargs)
     _check_cache(settings, model_kwargs)
     given = sorted(name for name, value in model_kwargs.items() if name not in _OURS and value is not None)
-    extra = [name for name in given if not images.is_of_text_alone(name, model_kwargs[name])]
+    extra = [name for name in given if name not in known and not images.is_of_text_alone(name, model_kwargs[name])]
     if extra:
         raise ValueError(
             f"model inputs {images.told(extra, model_kwargs)} are not supported with assistant_models: only input_ids "

@@ -10,8 +10,8 @@ from torch import nn
 
 from ..formats import Format, casts
 from .castable import dense_weight
+from .expert_kinds import experts_in
 from .expert_modules import is_experts
-from .experts import PackedExperts
 from .hooks import own_tensor
 from .nested_experts import NestedExperts
 from .packed import PackedLinear
@@ -69,7 +69,8 @@ class Cast:
         if isinstance(module, NestedExperts):
             module = module.dequantized_module(torch.bfloat16)
         if is_experts(module):
-            return PackedExperts.from_module(module, self.record.word, self.switch, name, **self.options)
+            kind = experts_in(self.record.word)
+            return kind.from_module(module, self.record.word, self.switch, name, **self.options)
         return self._linear(module, f"{name}.weight").train(module.training)
 
     def _linear(self, linear: nn.Module, name: str) -> PackedLinear:

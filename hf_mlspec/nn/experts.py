@@ -16,6 +16,7 @@ from .packed import PackedModule, require_switch
 from .switch import PrecisionSwitch
 
 MOST_PLANNED = 1024  # experts of a layer: MLSPEC_CUDA_MOST_EXPERTS
+PLANNED = ("mxfp4", "int4", "nested", "planes")  # formats whose experts ops multiply all at once
 
 
 class PackedExperts(PackedModule):
@@ -120,12 +121,15 @@ class PackedExperts(PackedModule):
 
     def validate(self, name: str = "experts") -> PackedExperts:
         """Itself, or the error of the format's weight for the first expert's that is damaged."""
-        for key, sizes in self.original.sizes.items():
-            parts = self._on_disk(key)
-            for expert in range(self.original.num_experts):
-                weight = self.record.weight(*_of_expert(parts, expert), name=f"{name}.{key} of expert {expert}")
-                weight.validate(*sizes)
+        for key in self.names:
+            self.validate_parts(key, self._on_disk(key), name)
         return self
+
+    def validate_parts(self, key: str, disk: Parts, name: str) -> None:
+        """Of projection ``key`` on disk: ValueError or TypeError naming what is damaged, and the expert."""
+        for expert in range(self.original.num_experts):
+            weight = self.record.weight(*_of_expert(disk, expert), name=f"{name}.{key} of expert {expert}")
+            weight.validate(*self.original.sizes[key])
 
     def dequantized(self, key: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Projection ``key`` as ``[experts, out, in]`` in ``dtype``."""
@@ -177,7 +181,7 @@ class PackedExperts(PackedModule):
         plain = x.dtype == torch.bfloat16 and self.switch.multiply == "fused" and not self.is_lent
         kept = any(self._buffers[f"{key}_dense"] is not None for key in self.names)
         fits = self.original.num_experts <= MOST_PLANNED and x.shape[-1] % 8 == 0
-        return plain and fits and not kept and self.format in ("mxfp4", "int4", "nested")
+        return plain and fits and not kept and self.format in PLANNED
 
     def _planned(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = chosen.int().contiguous()

@@ -95,13 +95,7 @@ class NestedExperts(PackedExperts):
         codebook = flat.codebook.expand(count, -1).contiguous()
         self._register_parts(key, NestedParts(*stacked, high, codebook, *flat[5:]))
 
-    def validate(self, name: str = "experts") -> NestedExperts:
-        for key in self.names:
-            self.validate_parts(key, self._on_disk(key), name)
-        return self
-
     def validate_parts(self, key: str, disk: NestedParts, name: str) -> None:
-        """Of projection ``key`` on disk: ValueError or TypeError naming what is damaged, and the expert."""
         out, in_features = self._size(key)
         for expert in range(self.original.num_experts):
             own = NestedParts(*[part[expert] for part in disk[:5]])
@@ -201,9 +195,9 @@ class NestedExperts(PackedExperts):
 
 def require_whole(module: PackedModule, key: str, parts: Parts, name: str) -> None:
     """ValueError or TypeError for what is damaged in the parts on disk of a module's weight ``key``, whether it is a
-    linear or holds nested experts."""
-    if isinstance(module, NestedExperts):
-        module.validate_parts(key, NestedParts(*parts), name)
+    linear or holds experts."""
+    if isinstance(module, PackedExperts):
+        module.validate_parts(key, module.record.weight.PARTS(*parts), name)
     else:
         module.record.weight(*parts, name=name).validate(module.out_features, module.in_features)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from .planes import PlanesLinear
@@ -52,10 +52,12 @@ class InGraph:
 
 class PlaneSource(Protocol):
     """Gives layers their planes; routing/plane_loader.py has one. top: planes of every layer that are always there.
-    copies_in_graphs: whether a CUDA graph can hold the fetches (`captured`)."""
+    copies_in_graphs: whether a CUDA graph can hold the fetches (`captured`). likely: of a router's MLPs what their
+    prompts chose, for routing/likely.py; a router that is gone leaves nothing."""
 
     top: int
     copies_in_graphs: bool
+    likely: MutableMapping[nn.Module, Any]
 
     def reading(self, linear: PlanesLinear, num_planes: int) -> AbstractContextManager[tuple[Tensor | None, ...]]:
         """A block inside of which the first ``num_planes`` planes are there: plane_tiles, which may store no others,

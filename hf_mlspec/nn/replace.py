@@ -54,8 +54,8 @@ def direct_cast(
     """A draft of ``model`` with its linear weights rounded to ``format``, all else shared (ML-SpecQD, section 3).
 
     format: "mxfp4": every ``nn.Linear`` becomes an ``Mxfp4Linear``, every module of experts a ``PackedExperts`` (4.25
-        bits per weight). "int3", "int2", "ternary": every ``nn.Linear`` becomes a ``PlanesLinear`` (3.25, 2.25, 2.25
-        bits, formats/planes/codes.py), experts are shared. Of a nested model the exact weights are cast.
+        bits per weight). "int3", "int2", "ternary": ``PlanesLinear`` and ``PlaneExperts`` (3.25, 2.25, 2.25 bits,
+        formats/planes/codes.py). Of a nested model the exact weights are cast.
     rule: of MXFP4 (formats/mxfp4.py).
     cast_head: False keeps the output head; a cast head is no longer tied to the embedding.
     materialize: also keep the rounded weights in the model's dtype, for machines without kernels.

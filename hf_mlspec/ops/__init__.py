@@ -7,6 +7,7 @@ give a row the same bits whatever the other rows, their number and the number of
 
 from __future__ import annotations
 
+from .adapters import adapted_linear, low_rank_added, low_rank_between
 from .attention import ragged_attention, ragged_attention_rows, rope_write, rope_write_rows
 from .choose import choose_rows
 from .cuda_library import why_no_cuda_kernels
@@ -19,6 +20,7 @@ from .experts import (
     int4_expert_rows,
     mxfp4_expert_rows,
     nested_expert_rows,
+    plane_expert_rows,
     weighted_norm_rows,
     weighted_rows,
 )
@@ -32,13 +34,13 @@ from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
 from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
+from .row_codes import Codes, CodesOf, gated_codes, int4_codes_linear, norm_codes, row_codes
 from .rows import (
     activated,
     embed_rows,
     gated,
     gated_in_order,
     gated_pairs,
-    low_rank_added,
     ordered_rows,
     quantize_rows,
     rms_norm,
@@ -61,9 +63,12 @@ from .zipper_table import zipper_rows
 __all__ = [
     "GATED_OUTPUTS",
     "MOST_ROUTED",
+    "Codes",
+    "CodesOf",
     "KernelError",
     "UnreadableLibrary",
     "activated",
+    "adapted_linear",
     "bf16_linear",
     "bitplane_chosen",
     "bitplane_linear",
@@ -77,10 +82,12 @@ __all__ = [
     "embed_rows",
     "f32_linear",
     "gated",
+    "gated_codes",
     "gated_hadamard",
     "gated_in_order",
     "gated_pairs",
     "hadamard_rows",
+    "int4_codes_linear",
     "int4_dequantize",
     "int4_expert_rows",
     "int4_int8_linear",
@@ -89,17 +96,20 @@ __all__ = [
     "kernel_table",
     "library_hash",
     "low_rank_added",
+    "low_rank_between",
     "lut_linear",
     "mxfp4_expert_rows",
     "mxfp4_linear",
     "nested_expert_rows",
     "nested_linear",
     "nested_rows",
+    "norm_codes",
     "norm_route_row",
     "ordered_rows",
     "pack_awq_words",
     "pack_gptq_words",
     "plan_rows",
+    "plane_expert_rows",
     "prepack_int4",
     "prepack_int4_int8",
     "prepack_lut",
@@ -120,6 +130,7 @@ __all__ = [
     "round_settle",
     "round_window",
     "route_rows",
+    "row_codes",
     "sigmoid_gated",
     "silu_mul",
     "unprepack_int4",

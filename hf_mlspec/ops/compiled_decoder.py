@@ -81,10 +81,10 @@ class Experts:
     router: float32 ``[count, hidden]``, or one row more, whose sigmoid weighs the shared expert; router_bias:
     float32, one a row. chosen: experts of a token, those of the largest logits, of equal ones the lower numbers.
     renormalize: whether the weights of a token, softmax over all, are divided by their sum. up, down: of all experts,
-    BF16, F32, MXFP4, INT4 or NESTED; their tensors, biases too, have a first axis of experts: ``[count, 2 inner,
-    hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of gate
-    and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate, up
-    and down, or {}.
+    BF16, F32, MXFP4, INT4, NESTED or PLANES; their tensors, biases too, have a first axis of experts: ``[count, 2
+    inner, hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of
+    gate and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate,
+    up and down, or {}.
     """
 
     router: Tensor
@@ -275,6 +275,11 @@ def set_experts(decoder, experts: Experts) -> None:
             escapes = weight.escape_rows, weight.escape_weight
             shape = weight.in_features, weight.out_features
             decoder.set_nested_experts(name, *shape, *tiles, *escapes, weight.bias, *weight.bits)
+            continue
+        if weight.format == PLANES:
+            how = weight.group_size, weight.zero_doubled, weight.bits.weight
+            shape = weight.in_features, weight.out_features
+            decoder.set_plane_experts(name, *shape, weight.weight, weight.scale, weight.bias, *how)
             continue
         tensors = weight.weight, weight.scale, weight.zero, weight.bias
         shape = weight.format, weight.in_features, weight.out_features

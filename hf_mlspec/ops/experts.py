@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..formats.nested.codebooks import LEVELS
+from ..formats.planes import GROUP_SIZES
 from .dense import _bf16_linear, _f32_linear
 from .expert_plans import most_items
 from .int4 import int4_linear
 from .mxfp4 import mxfp4_linear
 from .nested import nested_linear, require_nested_bits
 from .operator import CACHE_FLOATS, Operands, operator
+from .planes import bitplane_linear, require_planes, stored_planes
 from .rows import ACTIVATIONS, _rms_norm, gated, gated_pairs
 
 NOT_GATED = -1  # in place of an activation
@@ -220,6 +222,44 @@ def nested_expert_rows(
     exact = dense_expert_rows(x, escape_weight, own, experts, plan)
     rows = escape_rows[experts.flatten().long().clamp(max=len(escape_rows) - 1)]
     return _gated(y.scatter_(1, rows, exact), slope, limit, activation)
+
+
+def _check_planes(given: Operands) -> None:
+    """Of experts in bit-planes: each one's tiles are looked at where they are multiplied."""
+    planes, scales = given.plane_tiles, given.scale_tiles
+    if planes.ndim not in (4, 5) or scales.ndim != 4 or not len(planes) or len(planes) != len(scales):
+        raise ValueError(
+            f"{given.op}: plane_tiles has shape {list(planes.shape)} and scale_tiles {list(scales.shape)}, expected "
+            "those of prepack_planes, as many experts first"
+        )
+    given.require_choice("group_size", GROUP_SIZES)
+    require_planes(given, stored_planes(planes[0]))
+    _check_rows(given, len(planes), given.x.shape[-1], given.out_features)
+
+
+@operator(_check_planes, lambda given: _pairs(given, given.out_features), composed_on_cpu=True)
+def _plane_expert_rows(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, group_size: int, zero_doubled: int, num_planes: int, slope: float, limit: float,
+    activation: int,
+) -> Tensor:  # fmt: skip
+    how = {"group_size": group_size, "zero_doubled": zero_doubled, "num_planes": num_planes}
+
+    def multiply(rows: Tensor, expert: int, own: Tensor | None) -> Tensor:
+        return bitplane_linear(rows, plane_tiles[expert], scale_tiles[expert], out_features, own, **how)
+
+    return _gated(_by_expert(x, bias, experts, len(plane_tiles), out_features, multiply), slope, limit, activation)
+
+
+def plane_expert_rows(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, experts: Tensor, plan: Tensor,
+    out_features: int, group_size: int, zero_doubled: int, num_planes: int, slope: float = 0.0, limit: float = 0.0,
+    activation: int = NOT_GATED,
+) -> Tensor:  # fmt: skip
+    """As ``dense_expert_rows``, times the first num_planes bit-planes, those of ``prepack_planes`` of every expert
+    stacked, as ``bitplane_linear`` multiplies each: zero_doubled and group_size are those of all."""
+    how = out_features, group_size, zero_doubled, num_planes, slope, limit, activation
+    return _plane_expert_rows(x, plane_tiles, scale_tiles, bias, experts, plan, *how)
 
 
 def _rows_of_token(rows: Tensor, weights: Tensor, shared: Tensor | None) -> int:

@@ -18,10 +18,11 @@ MAX_ORDER = 256  # of a matrix; mlspec_hadamard in kernels_ext/cpu/kernels.h
 def _check_hadamard_rows(given: Operands) -> None:
     given.require_float("x")
     given.require_axis("x")
-    _check_matrices(given, "x has", given.x.shape[-1])
+    check_matrices(given, "x has", given.x.shape[-1])
 
 
-def _check_matrices(given: Operands, what: str, width: int) -> None:
+def check_matrices(given: Operands, what: str, width: int) -> None:
+    """TypeError, ValueError: matrices do not make up a width."""
     order = 1
     if given.matrix is not None:
         order = given.matrix.shape[0] if given.matrix.ndim else 0
@@ -64,7 +65,7 @@ def hadamard_rows(x: Tensor, how: Hadamard, *, back: bool = False) -> Tensor:
 
 def _check_gated_hadamard(given: Operands) -> None:
     check_gated(given)
-    _check_matrices(given, "gated rows have", given.gate_up.shape[1] // 2)
+    check_matrices(given, "gated rows have", given.gate_up.shape[1] // 2)
 
 
 @operator(_check_gated_hadamard,

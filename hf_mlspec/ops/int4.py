@@ -28,8 +28,8 @@ class Int4Tiles(NamedTuple):
     zero: Tensor | None
 
 
-def _check_weight(given: Operands) -> int:
-    """in_features."""
+def check_weight(given: Operands) -> int:
+    """in_features. TypeError, ValueError: these are no tiles of an int4 weight."""
     given.require_choice("group_size", GROUP_SIZES)
     weight, group_size, zero = given.weight_tiles, given.group_size, given.zero_tiles
     if weight.is_cuda and tiles_cuda.is_packed(weight):
@@ -47,7 +47,7 @@ def _check_weight(given: Operands) -> int:
 
 
 def _check_linear(given: Operands) -> None:
-    in_features = _check_weight(given)
+    in_features = check_weight(given)
     given.require_choice("activation_bits", (4, 8, 16))
     given.require_activation_clip()
     given.require_rows(in_features, given.out_features)
@@ -99,7 +99,7 @@ def int4_linear(
 
 def _check_sums(given: Operands) -> None:
     vars(given)["bias"] = None
-    in_features = _check_weight(given)
+    in_features = check_weight(given)
     given.require_choice("activation_bits", (4, 8, 16))
     given.require_rows(in_features, given.out_features)
 
@@ -126,7 +126,7 @@ def int4_sums(
     return _int4_sums(x, weight_tiles, scale_tiles, zero_tiles, out_features, group_size, activation_bits)
 
 
-@operator(_check_weight, lambda given: given.weight_tiles.new_empty(
+@operator(check_weight, lambda given: given.weight_tiles.new_empty(
     (given.out_features, given.scale_tiles.shape[1] * given.group_size), dtype=torch.bfloat16
 ))  # fmt: skip
 def _int4_dequantize(

@@ -19,8 +19,9 @@ REQUIRE_VARIABLE = "MLSPEC_REQUIRE_KERNELS"
 
 # Ops with kernels of their own for Hopper, beside those for every GPU.
 _HOPPER_OPS = frozenset(
-    {"bf16_linear", "bf16_rows_linear", "bitplane_apart", "bitplane_chosen", "bitplane_linear", "bitplane_part",
-     "bitplane_sums", "int4_int8_linear", "int4_linear", "int4_sums", "lut_linear", "mxfp4_linear", "nested_linear"}
+    {"adapted_linear", "bf16_linear", "bf16_rows_linear", "bitplane_apart", "bitplane_chosen", "bitplane_linear",
+     "bitplane_part", "bitplane_sums", "int4_codes_linear", "int4_int8_linear", "int4_linear", "int4_sums",
+     "lut_linear", "mxfp4_linear", "nested_linear"}
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).resolve().parent.parent

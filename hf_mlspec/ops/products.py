@@ -55,14 +55,21 @@ def integer_product(
 ) -> Tensor:
     """codes int8 ``[out, in]``, scale float64 ``[out, in / group]``: the sum over groups of (integer dot) * scales."""
     x_codes, x_scale = activations.quantize_rows(x.reshape(x.shape[:-1].numel(), x.shape[-1]), group, bits, clip)
-    out, (rows, size) = codes.shape[0], x_codes.shape
-    if size == 0:
-        return finish(x.new_zeros(*x.shape[:-1], out), bias, x.dtype)
+    if x.shape[-1] == 0:
+        return finish(x.new_zeros(*x.shape[:-1], len(codes)), bias, x.dtype)
+    sums = product_of_codes(x_codes, x_scale, codes, scale, group)
+    return finish(sums.view(*x.shape[:-1], len(codes)), bias, x.dtype)
+
+
+def product_of_codes(x_codes: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
+    """x_codes int8 ``[rows, in]``, x_scale float32 ``[rows, in / group]``, the others as of `integer_product` ->
+    float32 ``[rows, out]``."""
+    out, (rows, size) = len(codes), x_codes.shape
     # [in / group, rows, group] x [in / group, group, out]; at most 127 x 63 x 32 or 127 x 15 x 128: exact in float32.
     left = x_codes.float().view(rows, size // group, group).transpose(0, 1)
     dots = torch.bmm(left, codes.float().view(out, size // group, group).permute(1, 2, 0))
     sums = (dots.double() * x_scale.double().T.unsqueeze(-1) * scale.T.unsqueeze(1)).sum(0)
-    return finish(sums.float().view(*x.shape[:-1], out), bias, x.dtype)
+    return sums.float()
 
 
 def rounded(x: Tensor) -> Tensor:

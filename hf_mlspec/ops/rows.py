@@ -49,7 +49,8 @@ def quantize_rows(
     return _quantize_rows(x, group_size, bits, activation_clip)
 
 
-def _check_rms_norm(given: Operands) -> None:
+def check_rms_norm(given: Operands) -> None:
+    """TypeError, ValueError: these are no operands of a norm."""
     given.require_float("x")
     given.require_axis("x")
     given.require_float("weight")
@@ -58,7 +59,7 @@ def _check_rms_norm(given: Operands) -> None:
         given.require_same("residual", "x")
 
 
-@operator(_check_rms_norm, lambda given: (
+@operator(check_rms_norm, lambda given: (
     given.x.new_empty(given.x.shape), given.x.new_empty((0,) if given.residual is None else given.x.shape)
 ))  # fmt: skip
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -193,7 +194,7 @@ def ordered_rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 def _check_rms_norm_in_order(given: Operands) -> None:
-    _check_rms_norm(given)
+    check_rms_norm(given)
     _check_ordered_rows(given)
 
 
@@ -214,29 +215,3 @@ def rms_norm_in_order(
     one kernel. x float32 or bfloat16 ``[n, width]``."""
     normed, total = _rms_norm_in_order(x, weight, eps, residual, order)
     return normed, x if residual is None else total
-
-
-def _check_low_rank_added(given: Operands) -> None:
-    given.require_float("y", CACHE_FLOATS)
-    given.require_dtype("x", given.y.dtype)
-    for name, expected in (("y", "[n, out]"), ("down", "[ranks, in]"), ("up", "[rank, out]")):
-        shape = list(vars(given)[name].shape)
-        if len(shape) != 2 or (name != "y" and not shape[0]):
-            raise ValueError(f"{given.op}: {name} has shape {shape}, expected {expected}")
-    given.require_shape("x", (len(given.y), given.down.shape[1]))
-    given.require_part("down", torch.float32, given.down.shape)
-    given.require_part("up", torch.float32, (len(given.up), given.y.shape[1]))
-    given.require_numbers("first", given.y.shape[1])
-
-
-@operator(_check_low_rank_added, lambda given: given.y.new_empty(given.y.shape), composed_on_cpu=True)
-def low_rank_added(y: Tensor, x: Tensor, down: Tensor, up: Tensor, first: Tensor) -> Tensor:
-    """y ``[n, out]`` plus what low-rank pairs add, rounded once: column o gets the sum over j of ``up[j, o]`` times
-    ``x @ down[first[o] + j]`` (LoRA, arXiv 2106.09685). x ``[n, in]``; both float32 or bfloat16, on a GPU bfloat16.
-    down float32 ``[ranks, in]``, up float32 ``[rank, out]``, first int32 ``[out]``; a rank outside of down counts as
-    the nearest one inside. Here in float64."""
-    between = x.double() @ down.double().T
-    total = y.double()
-    for j in range(len(up)):
-        total = total + up[j].double() * between[:, (first.long() + j).clamp(0, len(down) - 1)]
-    return total.float().to(y.dtype)

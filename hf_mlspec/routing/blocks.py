@@ -50,7 +50,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
                 if not isinstance(linear, PlanesLinear):
                     raise ValueError(
                         f"{at} is a {type(linear).__name__}: a router chooses widths of linear layers in bit-planes; "
-                        "load the model with MLSpecConfig(format='planes'), experts left out"
+                        "load the model with MLSpecConfig(format='planes', skip_modules=['mlp.experts'])"
                     )
             first = next(iter(packed.values()))
             weights = sum(linear.in_features * linear.out_features for linear in packed.values())

@@ -35,8 +35,8 @@ from .device_choice import (
     streamed_top,
     weights_on_device,
 )
-from .host_choice import ChosenOnHost, Scorers
-from .likely import TRIES, LikelyWidths
+from .host_choice import ChosenOnHost, KernelScorers, Scorers
+from .likely import TRIES, likely_of
 from .router import STEP, Router
 from .row_widths import ChoosingRows
 
@@ -62,9 +62,12 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
         self.chosen, self.queries = [], []
         self._row_bits: dict[tuple, RowBits] = {}  # graphs hold addresses of theirs
         self._on_device, self._top = chooses_on_device(decoder, router), streamed_top(decoder)
-        self._likely = LikelyWidths()  # of planes that are streamed
-        self._scorers = None if self._on_device and not self._top else Scorers(router, decoder.device)
+        self._likely = likely_of(router, self.blocks)
         self._weights = weights_on_device(router, decoder.device) if self._on_device or router.every == STEP else []
+        if not self._on_device:
+            self._scorers = Scorers(router, decoder.device)
+        else:
+            self._scorers = KernelScorers(router, self._weights) if self._top else None  # None: the host never waits
         self._state: StepState | None = None  # of rows whose steps choose
 
     def start(self, batch: int, device: torch.device) -> None:

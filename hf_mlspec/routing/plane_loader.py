@@ -9,15 +9,17 @@ top planes only, still runs. What comes late delays a product and never changes 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engines.memory import out_of_memory
 from ..nn.plane_source import InGraph, PlaneCounts
 from ..nn.planes import PlanesLinear
+from .likely import LikelyWidths
 from .plane_counting import PlaneCounting
 from .plane_residency import Residency
 from .plane_room_cuda import CudaRoom, GraphCopies
@@ -46,6 +48,7 @@ class PlaneLoader:
         self.slots = require_budget(linears, device, budget, top)
         self.always = always(self.sizes, top) + kind.needed(self.sizes, top, self.slots)
         self._counting = PlaneCounting()
+        self.likely: weakref.WeakKeyDictionary[nn.Module, LikelyWidths] = weakref.WeakKeyDictionary()
         more = (device,) if kind is CudaRoom else ()
         self.room: Room = kind(self.sizes, top, self.slots, store, *more)
         self.residency = Residency(self.sizes, top, budget, self.always, self._counting)

@@ -62,7 +62,7 @@ class Router(nn.Module):
     widths: the candidates, rising. temperature: of the softmax over them. names: of the blocks. identity, shapes: of
     the model (blocks.py). average: bits of a weight on its training queries. every: "prompt", one choice for a prompt
     and what follows, or "step", one more for every token behind it. step_share: of the token in what such a choice
-    sees (features.py).
+    sees (features.py). usual: of every block the widest choice for some training queries; None: nobody knows.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Router(nn.Module):
         self.names = [block.name for block in blocks]
         self.identity, self.shapes = identity_of(blocks), shapes_of(blocks)
         self.average = sum(self.widths) / len(self.widths)
+        self.usual: list[int] | None = None
         self.of = nn.ModuleList([BlockRouter(block.features, hidden, len(self.widths)) for block in blocks])
         self.ahead = nn.ModuleList()  # of every block from number LEAD on, once they are fitted
         self._features = [block.features for block in blocks]
@@ -129,6 +130,7 @@ class Router(nn.Module):
             "version": VERSION, "widths": self.widths, "hidden": self.hidden, "temperature": self.temperature,
             "average": self.average, "model": self.identity, "shapes": self.shapes, "blocks": self.names,
             "ahead": len(self.ahead), "every": self.every, "step_share": self.step_share,
+            "usual": self.usual,
         }  # fmt: skip
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         with written_whole(path) as beside:
@@ -151,7 +153,7 @@ class Router(nn.Module):
             asked = list(widths)
             raise ValueError(f"{path} chooses among {list(saved)} planes, {asked} were asked for: train another")
         router = cls(blocks, saved, told["hidden"], told["temperature"])
-        router.average = told["average"]
+        router.average, router.usual = told["average"], told.get("usual")
         router.every, router.step_share = told.get("every", PROMPT), told.get("step_share", STEP_SHARE)
         if told.get("ahead"):  # files of before have none
             router.look_ahead()
@@ -219,7 +221,17 @@ def require_file(path: str | os.PathLike, blocks: Sequence[Block]) -> dict[str, 
         raise ValueError(f"{path}: its header says a choice every {every!r}, with a share of {share!r} of the token: "
                          "the router is damaged; train it again")  # fmt: skip
     require_shapes(str(path), told["shapes"], list(blocks))
+    _require_usual(path, told.get("usual"), told["widths"], len(blocks))
     return told
+
+
+def _require_usual(path: str | os.PathLike, usual: Any, widths: list[Any], blocks: int) -> None:
+    """ValueError for what a file says to be usual, where it is none of its widths for every block; older files say
+    nothing."""
+    fits = isinstance(usual, list) and len(usual) == blocks and all(type(n) is int and n in widths for n in usual)
+    if usual is not None and not fits:
+        raise ValueError(f"{path}: its header says that {usual!r:.60} planes are usual, of {blocks} blocks and widths "
+                         f"{widths!r:.60}: the router is damaged; train it again")  # fmt: skip
 
 
 _TOLD = {"widths": list, "hidden": int, "temperature": (int, float), "average": (int, float, type(None)),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..checkpoints.whole_file import written_whole
 from .blocks import Block, average_bits, blocks_of
 from .foresight import LEAD, indices
+from .likely import RECENT
 from .mixing import Mixture, Prefixes
 from .passes import Routed, Steps, recorded
 from .router import HIDDEN, PROMPT, STEP, WIDTHS, Router, require_every, require_widths
@@ -222,7 +223,7 @@ class _Learner:
 
     @torch.no_grad()
     def look_ahead(self) -> None:
-        """Fit guesses of what blocks to come choose to what they choose for training queries."""
+        """Fit guesses of what blocks to come choose to what they choose for training queries; keep what is usual."""
         self.router.look_ahead()
         features: list[list[Tensor]] = [[] for _ in self.blocks]
         chosen: list[list[int]] = [[] for _ in self.blocks]
@@ -232,6 +233,7 @@ class _Learner:
             for place in range(len(self.blocks)):
                 features[place].append(routed.features[place])
                 chosen[place] += routed.widths[place]
+        self.router.usual = [max(own[:RECENT]) for own in chosen]
         for place, own in enumerate(self.router.ahead):
             wanted = indices(chosen[place + LEAD], self.router.widths, self.samples.device)
             own.fit(torch.cat(features[place]), wanted)

@@ -21,7 +21,7 @@ from .drafters.head import HeadDrafter
 from .drafters.model import ModelDrafter
 from .drafters.model_tree import ModelTree
 from .loop import Emit, Loop, Stop
-from .memory import Openings
+from .openings import Openings
 from .rounds.host import HostRounds
 from .rounds.steering import Steering
 from .sampling import Sampler

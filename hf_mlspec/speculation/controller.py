@@ -24,27 +24,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from .costs import PassCosts
+from .costs import DISTURBED, PassCosts
 from .estimates import odds_ratio
 from .forecast import JUMP, ROUND_SECONDS, Expectations, Forecast
 from .memory import LevelCosts, Memory
 from .plans import TARGET, Cells, Choices, Drafting, Plan, Situation, cells_of, off
 from .search import Choice, Search
 from .steady import Steady
-from .untold import TRIAL_SHARE, Learner
+from .trials import Trials
+from .untold import TRIAL_SHARE
 
-_AHEAD = 256  # tokens that a row may still gain, for which trials may spend in advance where nothing is remembered
-_LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _FIRST_CHOICES = 6  # may take more of the time: rounds tell much yet,
 _FIRST_REMEMBERED = 0  # and none where earlier calls told
 _LONGEST_STAY = 64  # rounds until a plan is questioned again; without a clock they double, and always those of "off"
 _MARGIN = 0.02  # what a plan must gain over "off"
-_ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
+_CALMEST = 4  # times as much is lost, at most, until rounds that bring less than expected ask for a choice again
 _WHOLE = 0.9  # of the tokens that a plan asks for, in a round whose time says something of the plan
-_LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 
 
-class Controller(Learner):
+class Controller(Trials):
     """Chooses the plan of every round from what rounds so far have shown.
 
     target: the target's costs; levels: from the one below it down. by_clock: measured seconds of rounds correct the
@@ -57,16 +55,14 @@ class Controller(Learner):
 
     CHOOSING, FIRST_CHOOSING = 0.003, 0.15  # of the time until the next choice, for choosing; of the first choices
     FIRST_OFF, LONGEST_OFF = 4, 64  # rounds of "off", which tell nothing of the levels, until it is questioned
-    OFF_TRIAL = 4  # rounds of a trial of "off", which is about its seconds
-    TRIAL = 1  # rounds of one of another plan
     PAID = 1.0  # of what a choice takes: rounds wait for it
-    FIRST_TIMES = 2  # rounds of "off" before anything else, as costs may have been measured beside a load; 0: none
+    LONGEST_PAID = 512  # rounds until the next one, where a choice takes as long as some of them
 
     def __init__(
         self, target: PassCosts, levels: Sequence[LevelCosts], *, by_clock: bool = True, memory: Memory | None = None,
         seen: int = 0,
     ):  # fmt: skip
-        super().__init__(memory or Memory(), levels)
+        super().__init__(memory or Memory(), levels, memory is not None)
         self.target, self.by_clock, self.seen = target, by_clock, seen
         self.memory.rest_on(target, self.levels)
         self.choice = Choice(off(len(self.levels)), [], Forecast(1.0, 1.0, 1.0))
@@ -74,10 +70,8 @@ class Controller(Learner):
         uncertain = max(costs.uncertainty for costs in (target, *(one.costs for one in self.levels)) if costs)
         self._margin = min(_MARGIN + uncertain / 4, 0.25)
         self._stay = self._left = self._lasts = 0
-        self._remembers, self._granted, self.to_build, self.measuring = memory is not None, False, 0.0, 0.0
-        self._lost = self._took = 0.0  # seconds: that rounds took beyond those expected; that the last choice took
-        self._joined, self._chosen, self._steady = 0, 0, Steady()  # rows since the last choice; choices
-        self._trying = Drafting(())  # the rows that draft in a trial
+        self.measuring = self._lost = 0.0  # seconds that rounds took beyond those expected
+        self._steady, self._was_surprised = Steady(), False
 
     def start(self, rows: int) -> None:
         """Forget the rows; so many follow."""
@@ -132,14 +126,17 @@ class Controller(Learner):
 
     def choose(self, situation: Situation) -> Plan:
         """The plan of the coming round, which `limits` divides among the rows."""
-        begin = perf_counter()
+        begin, before = perf_counter(), self.plan.active
         self._steady.forget()
         search, self._lost = self._search(situation, may_try=True), 0.0
         self._grant(situation, search.off_speed)
         best, drafting = search.best(self._margin)
-        self._stay_with(best, trial := self._worth_a_trial(search, best, drafting))
+        self._stay_with(best, trial := self._worth_a_trial(search, best, drafting, self._margin))
         self.choice = self._decided(search, best, drafting, trial)
         self._spend(search, best, drafting, trial)
+        if self._was_surprised:
+            self.memory.calm = min(2 * self.memory.calm, _CALMEST) if best.active == before else 1
+            self._was_surprised = False
         self._chosen += 1
         self._took = self.PAID * (perf_counter() - begin) if self.by_clock else 0.0
         if not any(situation.rooms):
@@ -180,6 +177,8 @@ class Controller(Learner):
         whole = sum(limits) >= _WHOLE * sum(choice.limits)  # else rows end, and drafts are shorter than the plan's
         timed = usual and whole and self.by_clock and not choice.switched
         took = min(max(seconds, 0.5 * expected.seconds), 2.0 * expected.seconds) if timed else expected.seconds
+        if choice.of_costs and timed and 0.0 < seconds < DISTURBED * expected.by_costs:  # what else runs only adds
+            self.on_disproved()
         choice.switched = False
         self._lost = expected.lost(self._lost, committed, took)
         if choice is not self._untold.choice:
@@ -188,8 +187,8 @@ class Controller(Learner):
         self._untold.rounds.append((limits, drafted, accepted, took, timed))
         if self._untold.is_full:
             self.settle()
-        if choice.plan.active and expected.surprises(self._lost, self._took):  # slow rounds of "off": a busy machine
-            self._surprised()
+        if choice.plan.active and expected.surprises(self._lost, self._memory.calm * self._took):
+            self._surprised()  # slow rounds of "off" are those of a busy machine
         if choice.trial:
             reads = self.by_clock and choice.plan.active  # else it is the target that reads a prompt
             spent = min(seconds, JUMP * took) if reads else took + choice.reading
@@ -224,14 +223,13 @@ class Controller(Learner):
         doubles = trial is None and not (best.active and self.by_clock)
         self._left = self._stay - 1 if doubles else 0
         if trial is not None:
-            known = trial.active or self.memory.knows_off
-            self._left = (self.TRIAL if trial.active else self.OFF_TRIAL if known else self.FIRST_TIMES) - 1
+            self._left = self._rounds_of(trial) - 1
 
     def _rounds_for(self, seconds: float, plan: Plan) -> int:
         """Rounds beside which a choice that took so long is little."""
         first = _FIRST_REMEMBERED if self._remembers else _FIRST_CHOICES
         share = self.CHOOSING if self._chosen > first else self.FIRST_CHOOSING
-        return min(int(seconds / (share * self.forecast.seconds)), self._longest(plan))
+        return min(int(seconds / (share * self.forecast.seconds)), max(self._longest(plan), self.LONGEST_PAID))
 
     def _longest(self, plan: Plan) -> int:
         return _LONGEST_STAY if plan.active else self.LONGEST_OFF
@@ -255,26 +253,12 @@ class Controller(Learner):
             forecast,
             off_speed=search.off_speed,
             best_speed=search.usual(best, drafting).speed,
-            trial=trial is not None, reading=reading,
+            trial=trial is not None, of_costs=trial is not None and self._of_costs, reading=reading,
             switched=plan.active != self.plan.active,
             by_chances=drafted,
             over_usual=search.over_usual(best, drafting),
             costs=self.memory.costs,
         )
-
-    def _grant(self, situation: Situation, off_speed: float) -> None:
-        """Seconds for trials where rows have joined: in advance, or what earlier calls left, a few times that."""
-        if not any(situation.rooms):  # they wait for the prompt to be read
-            return
-        batch = len(situation.rooms)
-        ahead = sum(min(room, _AHEAD) for room in situation.rooms) / batch
-        seconds = TRIAL_SHARE * self._joined * ahead / off_speed
-        if not self._remembers:
-            self.memory.spare += seconds
-        elif not self._granted:
-            saved = _SAVED if ahead >= _SAVED_FOR else 1.0
-            self.memory.spare = min(self.memory.spare, saved * seconds)
-        self._joined, self._granted = 0, True
 
     def _question(self) -> None:
         """Rows, or what is kept of their drafts, have changed: choose anew."""
@@ -283,51 +267,15 @@ class Controller(Learner):
 
     def _surprised(self) -> None:
         """Rounds bring less than expected."""
+        self._was_surprised = True
         self._question()
 
     def _search(self, situation: Situation, may_try: bool = False) -> Search:
         """Plans as they are expected to do. may_try: trials will be asked for, too."""
         return Search(situation, Expectations(*self._known, **self._how(may_try)), self.rows, self._cells(situation))
 
-    @property
-    def _known(self) -> tuple[PassCosts, list[LevelCosts], Memory]:
-        return self.target, self.levels, self.memory
-
-    def _how(self, may_try: bool) -> dict:
-        """Options of `Expectations`."""
-        may_try = may_try and self.memory.spare >= _LEAST_TRIAL * self.forecast.seconds
-        return {"corrected": self.by_clock, "doubts": (0.0, 1.0) if may_try else (0.0,)}
-
     def _cells(self, situation: Situation) -> Cells:
         return cells_of(self._choices.at(situation.slots), len(self.levels))
-
-    def _worth_a_trial(self, search: Search, best: Plan, drafting: Drafting) -> Plan | None:
-        """Another plan that would be better if its levels were as good as they may well be, where a round of it costs
-        no more than may be spent on finding out."""
-        usual = search.usual(best, drafting)
-        if best.active and self._is_off_unknown(search):
-            return search.off
-        if not any(search.situation.rooms) or self.memory.spare < _LEAST_TRIAL * usual.seconds:
-            return None
-        hoped, least = search.hoped(), search.time(best, drafting) * (1.0 - self._margin)
-        better = hoped.better(least, best.active)
-        if best.active and (alone := hoped.time(hoped.off)) < least:
-            better.append((hoped.off, alone))
-        better.sort(key=lambda one: one[1])
-        found = [plan for plan, _ in better] or [search.longer(best)]
-        return next((plan for plan in found if plan and self._affordable(search, plan, usual.speed)), None)
-
-    def _is_off_unknown(self, search: Search) -> bool:
-        """Whether "off", with which plans are compared, is to be timed first: it never was, and rows go on."""
-        known = not self.by_clock or self.memory.knows_off
-        return not known and 0 < self.FIRST_TIMES < max(search.situation.rooms) / 2
-
-    def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:
-        """Whether a trial of `plan`, reading and building included, costs what may be spent. usual: the best speed."""
-        (few, least), (all_, most) = [(one, search.lost(plan, one, usual)) for one in self._who_tries(search.batch)]
-        self._trying, lost = (all_, most) if most <= max(_LEARNED * least, 0.0) else (few, least)
-        lost += 2 * self._took + (self.to_build if plan.active else 0.0)  # there is a choice behind it, too
-        return lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing
 
     def _shared(self, search: Search, plan: Plan, drafting: Drafting) -> list[int]:
         """How much each row drafts: no token that is kept so rarely that its seconds would write more elsewhere."""
@@ -343,8 +291,3 @@ class Controller(Learner):
         """The odds that a token is kept, of every row over those of all."""
         mean = self.memory.pair(self.levels, plan.active[0], TARGET).mean
         return [odds_ratio(self.rows.mean(r, mean), mean) for r in range(batch)]
-
-    def _who_tries(self, batch: int) -> list[Drafting]:
-        """The rows that may draft in a trial: a few, others each time, or all, of which most is learned."""
-        few = -(-batch // _ROWS_OF_A_TRIAL)
-        return [Drafting(tuple((self._chosen + i) % batch for i in range(few))), Drafting.all_of(batch)]

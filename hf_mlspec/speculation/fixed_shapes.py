@@ -128,7 +128,7 @@ class FixedController(Controller):
     CHOOSING, FIRST_CHOOSING = 0.1, 0.25  # more than on the host: it chooses while the device is at a round
     FIRST_OFF, LONGEST_OFF = 1, 8
     OFF_TRIAL = 1
-    PAID = 0.0  # the device is at a round
+    PAID, LONGEST_PAID = 0.0, 0  # the device is at a round
     FIRST_TIMES = 0  # the device runs nothing else
     TRIAL = 4  # the levels of one have read the rows then
     WAITING = 0.01  # of the time, for what is left of a choice when the device has ended the round
@@ -154,11 +154,11 @@ class FixedController(Controller):
         if self._settled <= 0:
             super()._surprised()
 
-    def _worth_a_trial(self, search: FixedSearch, best: Plan, drafting: Drafting) -> Plan | None:
-        found, self._hoped = super()._worth_a_trial(search, best, drafting), None
+    def _worth_a_trial(self, search: FixedSearch, best: Plan, drafting: Drafting, margin: float) -> Plan | None:
+        found, self._hoped = super()._worth_a_trial(search, best, drafting, margin), None
         if found is None and not best.active and self._how(may_try=True)["doubts"] != (0.0,):
             self._hoped = search.hoped()
-            self._hoped.best(self._margin)
+            self._hoped.best(margin)
         return found
 
     def _affordable(self, search: Search, plan: Plan, usual: float) -> bool:

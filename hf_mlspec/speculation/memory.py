@@ -1,21 +1,14 @@
-"""What is known of a chain: the costs of its levels, how often their drafts are kept, how long rounds took, and which
-plan calls begin with?"""
+"""What is known of a chain: the costs of its levels, how often their drafts are kept, and how long rounds took?"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from .costs import DISTURBED, PassCosts
 from .estimates import Counted, PairEstimate
-from .plans import LENGTHS, TARGET, Plan, worth_a_window
-
-if TYPE_CHECKING:
-    from .controller import Controller
-    from .search import Choice
+from .plans import LENGTHS, TARGET, Plan
 
 _FACTOR_WEIGHT, _FACTOR_WINDOW = 6.0, 64.0
 _GAIN_WEIGHT, _GAIN_WINDOW = 16.0, 512.0  # drafted tokens, by which what chances say of rounds is corrected
@@ -29,11 +22,6 @@ _TOLD = 4.0  # rounds that say that costs do not hold
 _MOST_BITS = 20  # of a number of rows: a file may say anything
 _MOST_RATIO = 1e3  # measured over predicted seconds, or the inverse, that a file may tell of; more is no measurement
 _LIKE_ITS_TWIN = 12.0  # observations of a level that what it does with another view of the cache is worth
-_MOST_CALLS = 8  # that begin with what an earlier one chose, until one chooses anew
-_MOST_UNTOLD = 64  # of what a call did that made no controller, the next one is told so much
-_MOST_AGREED = 3  # choices in a row that found the beginning of a call no worse, as of which it is settled;
-_AGREED_OFF = 2  # for "off", of which rounds tell nothing of the levels
-_NO_WORSE = 1.03  # times as long as with the best plan
 _BITS = [length.bit_length() for length in LENGTHS]
 
 
@@ -65,6 +53,7 @@ class Memory:
     captured. capturing: seconds that may go to capturing rounds of trials. pace: how many times as long as usual
     rounds of all plans take at the moment, as other programs share the machine; ratios are without it, so that plans
     which ran at different times can be compared. costs: tells those by which ratios are from others; None: not known.
+    calm: times as much is to be lost as at first until a plan is questioned, as it was, and was found best again.
     """
 
     pairs: dict[tuple[int, int], PairEstimate] = field(default_factory=dict)
@@ -75,13 +64,15 @@ class Memory:
     capturing: float = 0.0
     pace: float = 1.0
     costs: int | None = None
+    calm: int = 1
 
     def kept(self) -> Memory:
         """As the start of another call."""
         pairs = list(self.pairs.items())  # another thread may have the memory
         remembered = {key: one.remembered() for key, one in pairs}
         ratios, gains = ({key: replace(one) for key, one in list(all_.items())} for all_ in (self.ratios, self.gains))
-        return Memory(remembered, ratios, gains, self.spare, dict(self.credit), self.capturing, self.pace, self.costs)
+        return Memory(remembered, ratios, gains, self.spare, dict(self.credit), self.capturing, self.pace, self.costs,
+                      self.calm)  # fmt: skip
 
     def rest_on(self, target: PassCosts, levels: Sequence[LevelCosts]) -> None:
         """From now on seconds are predicted by these costs: how far rounds were from others says nothing."""
@@ -217,6 +208,11 @@ class Memory:
         general, own = min(by_levels.get((), everywhere), 1.0), self.ratios.get(_alike((), 0, batch))
         return self.pace * (general if own is None else own.mean(general, _OFF_WEIGHT))
 
+    def has_timed(self, active: tuple[int, ...], batch: int) -> bool:
+        """Whether rounds of these levels have been timed, of as many rows up to a factor of two."""
+        rows = batch.bit_length()
+        return any(levels == active and bits == rows for levels, _, bits in list(self.ratios))
+
     @property
     def knows_off(self) -> bool:
         """Whether rounds of the target alone have been timed, of however many rows."""
@@ -248,103 +244,3 @@ def _index(at: int, levels: int) -> int:
     if type(at) is not int or not TARGET <= at < levels:
         raise ValueError(f"level {at!r} of {levels}")
     return at
-
-
-@dataclass
-class Opening:
-    """What calls of one kind begin with. calls: that did so since it was chosen; until: how many may. agreed: choices
-    in a row, of such calls and at their beginning, that found the same levels best, or this no worse."""
-
-    choice: Choice
-    calls: int = 0
-    until: int = 1
-    agreed: int = 0
-
-    @property
-    def patience(self) -> int:
-        """Times as many rounds as of a plan that is new may pass until a call that began with it chooses."""
-        return 1 << min(self.agreed, _MOST_AGREED if self.choice.plan.active else _AGREED_OFF)
-
-    def agrees(self, choice: Choice) -> bool:
-        """Whether another choice says that calls may go on to begin so."""
-        return choice.plan.active == self.choice.plan.active or choice.over_usual < _NO_WORSE
-
-
-@dataclass
-class Openings:
-    """What the calls of a chain begin with, so that a short one need not choose.
-
-    found: by what calls have in common. choosing_seconds: what it took a call to make a controller and to choose, but
-    for measuring costs, which the next one need not do. due: when costs are to be timed again, so that the next call
-    makes a controller; affordable: from when on building the levels for that is little. disproved: whether rounds have
-    shown that costs do not hold. untold: what the last call began with that made no controller, and what the next
-    controller is to be told of it.
-    """
-
-    found: dict[tuple, Opening] = field(default_factory=dict)
-    choosing_seconds: float = 0.0
-    due: float = math.inf
-    affordable: float = 0.0
-    disproved: bool = False
-    untold: tuple[Choice, list[Callable[[Controller], None]]] | None = None
-
-    def begin(self, like: tuple) -> Choice | None:
-        """What a call is to begin with; None where it is to choose: as the first one, and one in so many after it."""
-        one = self.found.get(like)
-        if one is None or one.calls >= one.until:
-            return None
-        one.calls += 1
-        return replace(one.choice, limits=list(one.choice.limits))
-
-    def learn(self, like: tuple, choice: Choice, seconds: float) -> None:
-        """A call of this kind has chosen, which took so many seconds. Where it chose the same levels as the one before
-        it, or they are hardly better, twice as many calls go on with that."""
-        before, self.choosing_seconds = self.found.get(like), seconds
-        if before is None or not before.agrees(choice):
-            self.found[like] = Opening(choice)
-            return
-        same = before.choice.plan.active == choice.plan.active
-        until, agreed = min(2 * before.until, _MOST_CALLS), before.agreed + 1
-        self.found[like] = Opening(choice if same else before.choice, until=until, agreed=agreed)
-
-    def agree(self, like: tuple, choice: Choice) -> None:
-        """A call that began with an earlier choice has made its own."""
-        one = self.found.get(like)
-        if one is not None:
-            one.agreed = one.agreed + 1 if one.agrees(choice) else 0
-
-    def patience(self, like: tuple) -> int:
-        """Of what such calls begin with."""
-        return self.found[like].patience if like in self.found else 1
-
-    def usual(self, like: tuple | None) -> Plan | None:
-        """What such calls begin with; None: nothing yet."""
-        return self.found[like].choice.plan if like in self.found else None
-
-    def tell(self, made: Controller) -> None:
-        """What the last call did that made no controller."""
-        if self.untold is not None:
-            (first, early), self.untold, nothing = self.untold, None, made.choice
-            made.start(len(first.limits))
-            made.choice = first
-            for what in early[-_MOST_UNTOLD:]:
-                what(made)
-            made.choice = nothing
-
-    def disprove(self) -> None:
-        """Rounds have shown that costs do not hold: they are due, once."""
-        if not self.disproved:
-            self.disproved, self.due = True, min(self.due, self.affordable)
-
-    def doubt(self, like: tuple | None = None) -> None:
-        """The next call of this kind is to choose; None: of every kind."""
-        for key, one in list(self.found.items()):
-            if like in (None, key):
-                one.calls, one.agreed = one.until, 0
-
-
-def alike(lengths: list[int], rooms: list[int], seen: int) -> tuple:
-    """What calls have in common that begin alike: rows, and tokens of them and still to come up to a factor of two.
-    """
-    slots = sum(lengths) / len(lengths)
-    return len(lengths), max(rooms).bit_length(), int(slots).bit_length(), worth_a_window(seen, slots)

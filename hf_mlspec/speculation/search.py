@@ -17,6 +17,8 @@ _HORIZON = 64.0  # tokens that a row is expected to gain still, and as many as i
 _DIFFER = 1.3  # chances of the best row over those of the worst, from where on some rows alone may draft
 _GROUPS = 3
 _KNOWN = 6.0  # observations of a position that say something
+_LOAD = 40.0  # times as long as it takes a pass can seem to take that was timed beside a load
+_DEAR = 2.0  # times as long as one of the target alone a round of one token seems to take: it could never pay
 _OFF_WEIGHT = 0.5  # of what rounds of "off" took, beside what calls like theirs were expected to take
 
 
@@ -35,10 +37,10 @@ class Choice:
 
     limits: per row the most that is drafted for the target. off_speed: tokens a second that the target alone is
     expected to write; best_speed: those of the plan that was found best. trial: the plan is another one, to find out
-    about it; reading: seconds that its levels first read. switched: other levels drafted before, so that caches are
-    cold in the first round. by_chances: drafted tokens of a round, before they are corrected by what rounds brought.
-    over_usual: times as long as with it, what calls like this one begin with is expected to take. costs: by which
-    seconds were predicted, see `Memory`.
+    about it; of_costs: about what it takes; reading: seconds that its levels first read. switched: other levels
+    drafted before, so that caches are cold in the first round. by_chances: drafted tokens of a round, before they are
+    corrected by what rounds brought. over_usual: times as long as with it, what calls like this one begin with is
+    expected to take. costs: by which seconds were predicted, see `Memory`.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class Choice:
     off_speed: float = 1.0
     best_speed: float = 1.0
     trial: bool = False
+    of_costs: bool = False
     reading: float = 0.0
     switched: bool = False
     by_chances: float = 0.0
@@ -174,6 +177,21 @@ class Search:
         if pair.kept[best.most - 1].tried < _KNOWN or pair.kept[best.most].tried >= _KNOWN:
             return None
         return plan_of((*best.lengths[:top], longer, *best.lengths[top + 1 :]))
+
+    def too_dear(self, speed: float) -> Iterator[Plan]:
+        """Drafts of one token, by levels of which no round was ever timed, where costs forbid even that, as they would
+        if they had been measured beside a load; without one they may write more than so many tokens a second."""
+        slots, batch, known = self.situation.slots, self.batch, self.known
+        alone = batch / known.off(batch, slots).speed
+        for active in self.cells.choices:
+            level = known.levels[active[0]]
+            if len(active) > 1 or level.costs is None or known.memory.has_timed(active, batch):
+                continue
+            found, at = known.all_of(self.cells, batch, batch, slots, doubts=1.0), self.cells.start_of[active]
+            seconds, whole = float(found.by_costs[at]), level.twin is None or level.twin > active[0]
+            hoped = found.tokens[at] > speed * (alone + (seconds - alone) / _LOAD)
+            if whole and hoped and seconds > _DEAR * alone:
+                yield self.cells.plan_at(at)
 
     def _off_time(self) -> float:
         return sum(self._left) / self.off_speed

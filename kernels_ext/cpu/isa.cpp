@@ -57,6 +57,7 @@ MLSPEC_DECLARE_INT8(avxvnniint8)
 MLSPEC_DECLARE_ALL(avx512vnni)
 MLSPEC_DECLARE_HIGH(avx512vnni)
 MLSPEC_DECLARE_DEQUANTIZE(avx512vnni)
+MLSPEC_DECLARE_HADAMARD(avx512vnni)
 MLSPEC_DECLARE_WORDS(avx512vnni)
 MLSPEC_DECLARE_BF16(avx512bf16)
 MLSPEC_DECLARE_INT8(avx512bf16)
@@ -149,13 +150,13 @@ const Tier* tiers(int* count) {
       {MLSPEC_TIER(avxvnniint8, avx2, MLSPEC_ACTS_BF16, avx2, avx2, avxvnniint8, avx2, avx2, avx2, generic, avx2, avx2, avx2, avx2),
        [] { return machine().avxvnniint8; }},
       {MLSPEC_TIER(avx512vnni, avx512vnni, MLSPEC_ACTS_BF16, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx2,
-                   avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx2, avx512vnni),
+                   avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx512vnni, avx512vnni),
        [] { return machine().avx512vnni; }},
       {MLSPEC_TIER(avx512bf16, avx512vnni, MLSPEC_ACTS_BF16, avx512bf16, avx512vnni, avx512bf16, avx512bf16, avx2, avx512vnni, avx512vnni,
-                   avx512bf16, avx512vnni, avx2, avx512vnni),
+                   avx512bf16, avx512vnni, avx512vnni, avx512vnni),
        [] { return machine().avx512bf16; }},
-      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx2, avx512vnni, avx512vnni, amx, avx512vnni, avx2,
-                   avx512vnni),
+      {MLSPEC_TIER(amx, amx, MLSPEC_ACTS_BF16_TILES, amx, avx512vnni, amx, amx, avx2, avx512vnni, avx512vnni, amx, avx512vnni,
+                   avx512vnni, avx512vnni),
        [] { return machine().amx && tiles_granted(); }},
 #endif
   };

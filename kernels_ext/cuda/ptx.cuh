@@ -150,6 +150,11 @@ __device__ __forceinline__ void wait_for_copies() {
 // What threads wrote into shared memory becomes visible to the copy engine and to wgmma.
 __device__ __forceinline__ void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// 128 bytes of constants to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,6 +13,7 @@ from hf_mlspec.engines.choose import built_decoder
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
+from hf_mlspec.routing.host_choice import ChosenOnHost
 from hf_mlspec.routing.router import Router
 
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
@@ -90,6 +93,36 @@ def test_streamed_planes_are_those_of_the_resident_model(routed, router, share):
             assert generated(model, [row], assistant_models=[]) == generated(routed, [row], assistant_models=[])
     assert generated(model, assistant_models=[]) == generated(routed, assistant_models=[])
     assert source.used <= source.budget
+
+
+def near_ties(router, model):
+    """Whose two best widths score alike but for some 1e-7."""
+    made = copy.deepcopy(router)
+    for own in made.of:
+        own.outer.weight[1:] = own.outer.weight[:1] * (1 + 1e-7 * torch.arange(1, len(own.outer.weight))[:, None].to(
+            own.outer.weight.device))  # fmt: skip
+        own.outer.bias.zero_()
+    return made.require(blocks_of(model))
+
+
+def test_a_near_tie_is_chosen_alike_resident_waited_for_and_likely(router, monkeypatch):
+    model, waited, at = demo(), [], ChosenOnHost.at
+    drawn = torch.Generator().manual_seed(2)
+    rows = [torch.randint(5, 200, (length,), generator=drawn).tolist() for length in (3, 40, 65, 130) * 4]
+    made = near_ties(router, model)
+    hf_mlspec.route(model, made)
+    wanted = [generated(model, [row], assistant_models=[]) for row in rows]
+    hf_mlspec.stream_planes(model, int(sum(own.nbytes for own in model.parameters()) * 0.9), top_planes=2)
+    source = next(own for own in model.modules() if isinstance(own, PlanesLinear)).source
+    monkeypatch.setattr(ChosenOnHost, "at", lambda *given: waited.append(given[1]) or at(*given))
+    for each in (True, False):  # a prompt waits, or finds what is likely
+        waited.clear()
+        for row, own in zip(rows, wanted, strict=True):
+            if each:
+                source.likely.clear()
+            assert generated(model, [row], assistant_models=[]) == own
+        assert (len(waited) >= len(rows) * len(blocks_of(model))) == each  # a second try may fall short, too
+    assert made.of in source.likely
 
 
 def test_a_routed_draft_changes_no_token(router):

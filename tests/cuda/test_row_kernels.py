@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import DEVICE, poison
+from linear_cases import DEVICE, check_captured_products, poison
 from torch import Tensor
 
 from hf_mlspec import ops
@@ -176,7 +176,7 @@ def test_norm_is_that_of_the_reference_for_a_nan():
 
 @pytest.mark.parametrize(("n", "inputs", "outputs", "ranks"), [
     (1, 64, 96, [4]), (2, 4096, 700, [16, 0, 3]), (3, 200, 33, [1, 5]), (7, 1032, 300, [9]), (8, 64, 513, [2, 2]),
-    (41, 512, 260, [32, 7]), (300, 96, 40, [1]),
+    (13, 4096, 6144, [16, 16, 16]), (24, 8192, 1000, [64]), (41, 512, 260, [32, 7]), (300, 96, 40, [1]),
 ])  # fmt: skip
 def test_low_rank_added(n, inputs, outputs, ranks):
     """Each row for itself, whatever the others; linears without a pair, with smaller ones and of one rank."""
@@ -190,22 +190,49 @@ def test_low_rank_added(n, inputs, outputs, ranks):
         mine = slice(i * each, outputs if i == len(ranks) - 1 else (i + 1) * each)
         up[:rank, mine] = torch.randn(up[:rank, mine].shape, generator=draw, device=DEVICE)
         first[mine], at = at, at + rank
+    poison((n, 2 * sum(ranks)))
+    between = ops.low_rank_between(x, down)
+    exact = REFERENCES["low_rank_between"](x.float().cpu(), down.cpu())
+    torch.testing.assert_close(between.cpu(), exact, atol=2e-5, rtol=1e-5)
     poison((n, outputs))
-    found = ops.low_rank_added(y, x, down, up, first)
-    exact = REFERENCES["low_rank_added"](y.double().float().cpu(), x.float().cpu(), down.cpu(), up.cpu(), first.cpu())
+    found = ops.low_rank_added(y, between, up, first)
+    exact = REFERENCES["low_rank_added"](y.double().float().cpu(), between.cpu(), up.cpu(), first.cpu())
     close(found, exact, 2e-5)
+
+    def of(rows: slice) -> torch.Tensor:
+        return ops.low_rank_added(y[rows], ops.low_rank_between(x[rows], down), up, first)
+
     for r in sorted({0, n // 2, n - 1}):
-        one = slice(r, r + 1)
-        assert torch.equal(ops.low_rank_added(y[one], x[one], down, up, first), found[one])
+        assert torch.equal(of(slice(r, r + 1)), found[r : r + 1])
     for r in range(0, n - n % 5, 5):
-        five = slice(r, r + 5)
-        assert torch.equal(ops.low_rank_added(y[five], x[five], down, up, first), found[five])
+        assert torch.equal(of(slice(r, r + 5)), found[r : r + 5])
     wild = first.clone()
     wild[0], wild[-1] = -7, 1 << 30  # no such ranks: the nearest ones
-    near = REFERENCES["low_rank_added"](y.float().cpu(), x.float().cpu(), down.cpu(), up.cpu(), wild.cpu())
-    close(ops.low_rank_added(y, x, down, up, wild), near, 2e-5)
-    assert ops.low_rank_added(y[:0], x[:0], down, up, first).shape == (0, outputs)
-    with pytest.raises(ValueError, match="down has shape"):
-        ops.low_rank_added(y, x, down[:0], up, first)
+    near = REFERENCES["low_rank_added"](y.float().cpu(), between.cpu(), up.cpu(), wild.cpu())
+    close(ops.low_rank_added(y, between, up, wild), near, 2e-5)
+    assert ops.low_rank_added(y[:0], ops.low_rank_between(x[:0], down), up, first).shape == (0, outputs)
+    weight, bias = seeded(outputs, inputs, seed=2), seeded(outputs, seed=3)
+    for own, places in ((None, first), (bias, wild)):
+        poison((n, outputs))
+        beside = ops.low_rank_added(ops.bf16_linear(x, weight, own), between, up, places)
+        assert torch.equal(ops.adapted_linear(x, weight, own, between, up, places), beside)
+    with pytest.raises(ValueError, match="between has shape"):
+        ops.low_rank_added(y, between[:, :0], up, first)
     with pytest.raises(TypeError, match="up is "):
-        ops.low_rank_added(y, x, down, up.bfloat16(), first)
+        ops.adapted_linear(x, weight, None, between, up.bfloat16(), first)
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 30, 33])
+def test_captured_adapted_linears(n):
+    """In a graph, where a kernel starts while the one in front of it ends."""
+    width, rank = 1024, 16
+    draw = torch.Generator(DEVICE).manual_seed(n)
+    weight = (0.8 * torch.randn(width, width, generator=draw, device=DEVICE) / width**0.5).bfloat16()
+    down = torch.randn(rank, width, generator=draw, device=DEVICE) / width**0.5
+    up = 0.6 * torch.randn(rank, width, generator=draw, device=DEVICE) / rank**0.5
+    first = torch.zeros(width, dtype=torch.int32, device=DEVICE)
+
+    def multiply(x: Tensor) -> Tensor:
+        return ops.adapted_linear(x, weight, None, ops.low_rank_between(x, down), up, first)
+
+    check_captured_products(multiply, seeded(n, width), seeded(n, width, seed=1))

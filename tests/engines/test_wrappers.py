@@ -69,24 +69,66 @@ def test_what_a_processor_says_of_text_is_no_obstacle():
         written(model, assistant_models=["prompt_lookup"], token_type_ids=kinds + 1)
 
 
-def seen() -> dict[str, torch.Tensor]:
-    """A prompt with one image."""
-    ids = torch.tensor([[5, 191, *[IMAGE] * 4, 192, 17, 23]])
-    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(2))
-    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+def seen(name: str) -> dict[str, torch.Tensor]:
+    """A prompt with one image of four tokens."""
+    draw, begin, ends = torch.Generator().manual_seed(2), [5, 9, 192], [193, 17, 23, 60]
+    ids = torch.tensor([[*begin, *[IMAGE] * 4, *ends]])
+    if name.startswith("qwen"):  # 4 x 4 patches, of which 2 x 2 are a token: positions behind it are 2 less
+        return {"input_ids": ids, "pixel_values": torch.randn(16, 1176, generator=draw),
+                "image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": (ids == IMAGE).int()}  # fmt: skip
+    more = {"gemma3": {"token_type_ids": (ids == IMAGE).long()}, "mistral3": {"image_sizes": torch.tensor([[28, 28]])}}
+    return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28, generator=draw), **more.get(name, {})}
 
 
-def test_images_are_left_to_the_modules(caplog):
-    model = random_wrapper("gemma3")
-    options = {"max_new_tokens": 6, "do_sample": False}
-    stock = model.generate(**seen(), **options)
-    other = model(**{**seen(), "pixel_values": -seen()["pixel_values"]}).logits
-    assert not torch.allclose(model(**seen()).logits, other, atol=1e-2)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_prompt_with_an_image_is_read_by_modules_and_goes_on_compiled(name):
+    """Logits are those of transformers, so that positions behind an image are right, too."""
+    model = random_wrapper(name)
+    how = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    stock = model.generate(**seen(name), **how)
+    other = model.generate(**{**seen(name), "pixel_values": -seen(name)["pixel_values"]}, **how)
+    assert not torch.allclose(stock.logits[0], other.logits[0], atol=1e-2)
+    assert engine_of(model).name == "cpu"
+    for levels in ([], ["mxfp4"], ["early_exit:1", "prompt_lookup"]):
+        found = model.generate(**seen(name), **how, assistant_models=levels)
+        assert torch.equal(found.sequences, stock.sequences)
+        assert found.past_key_values is None
+        for own, their in zip(found.logits, stock.logits, strict=True):
+            torch.testing.assert_close(own, their, atol=2e-4, rtol=2e-4)
     hf_mlspec.prepare(model)
-    assert torch.equal(model.generate(**seen(), **options), stock)
-    assert "pixel_values" in caplog.text
-    with pytest.raises(ValueError, match=r"model inputs .*(image|pixel_values).* are not supported"):
-        model.generate(**seen(), **options, assistant_models=["mxfp4"])
+    assert torch.equal(model.generate(**seen(name), **how).sequences, stock.sequences)
+    assert hf_mlspec.last_stats(model).target_passes == 10
+
+
+@pytest.mark.parametrize("engine", ["cuda", "modules"])
+def test_images_and_other_engines(engine):
+    """What a GPU computes, op by op, and a cache of the modules."""
+    model, how = random_wrapper("qwen2.5-vl"), {"max_new_tokens": 8, "do_sample": False}
+    stock = model.generate(**seen("qwen2.5-vl"), **how)
+    given = {"assistant_models": ["mxfp4"], "speculation_config": {"engine": engine}}
+    assert torch.equal(model.generate(**seen("qwen2.5-vl"), **how, **given), stock)
+
+
+def test_calls_with_images_that_are_refused(caplog):
+    model, asked = random_wrapper("gemma3"), seen("gemma3")
+    how = {"max_new_tokens": 4, "do_sample": False}
+    draft = random_wrapper("gemma3")
+    for given, said in (
+        ({"assistant_models": [draft]}, "levels with a cache of their own read no images"),
+        ({"assistant_models": ["mxfp4"], "speculation_config": {"shared_cache": False}}, "shared_cache=False: levels"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.generate(**asked, **how, **given)
+    two = {name: torch.cat([value, value]) for name, value in asked.items()}
+    with pytest.raises(ValueError, match="is decoded alone with levels, without padding: pass one row a call"):
+        model.generate(**two, **how, assistant_models=["mxfp4"])
+    cut = {name: value[:, :7] if value.ndim == 2 else value for name, value in asked.items()}
+    with pytest.raises(ValueError, match="has to end in a token of text"):
+        model.generate(**cut, **how, assistant_models=["mxfp4"])
+    stock = model.generate(**two, **how)
+    hf_mlspec.prepare(model)
+    assert torch.equal(model.generate(**two, **how), stock)
+    assert "pass one row a call" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "mistral3"])

@@ -33,6 +33,18 @@ def test_a_file_holds_what_memory_does_not(tmp_path):
     assert resident["name"] == "resident"
 
 
+def test_five_systems_stand_in_a_table_and_write_the_same_ids_on_demand(tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["--quick", "--part", "table", "--repeats", "1", "--json", str(out)]) == 0
+    *lines, ids = json.loads(out.read_text())
+    names = ["BF16", "static 8", "static 4", "routed, all in memory", "routed, loaded on demand"]
+    assert [line["name"] for line in lines] == names
+    assert all(line["first_16_ms"] > 0 and line["pass_s"] > 0 for line in lines)
+    bf16, static, four, routed, demand = (line["held"] for line in lines)
+    assert bf16 > static == routed > demand > four
+    assert (ids["ids_compared"], ids["ids_that_differ"]) == (96, 0)
+
+
 @pytest.mark.slow
 def test_captured_rounds_and_kernels_are_timed(tmp_path):
     out = tmp_path / "found.json"

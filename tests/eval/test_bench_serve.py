@@ -46,6 +46,16 @@ def test_limits_the_wrong_way_round(bench, capsys):
     assert "1 <= shortest <= longest" in capsys.readouterr().err
 
 
+def test_memory_counts_while_all_clients_ask():
+    from eval.bench_serve.soak import Soaked
+
+    held = [(0.0, 50), (3.0, 100), (5.0, 102), (7.0, 100), (9.5, 60)]
+    found = Soaked(seconds=10.0, until=9.0, waits=[0.1], memory=[(at, mib << 20) for at, mib in held]).figures()
+    assert (found["memory_mib"], found["memory_moves"]) == (100, 0.02)
+    short = Soaked(seconds=10.0, until=1.0, waits=[0.1], memory=[(0.0, 1 << 20)]).figures()
+    assert (short["memory_mib"], short["memory_moves"]) == (1, 0)
+
+
 def test_a_stream_is_no_server_to_soak(bench, capsys):
     with pytest.raises(SystemExit):
         bench.parse(["--soak", "3", "--only", "stream"])

@@ -15,8 +15,10 @@ def routing(from_the_root):
 
 
 def test_everything_is_measured_once(routing, tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    assert routing.main(["--quick", "--threads", "1", "--repeats", "1", "--json", str(out)]) == 0
+    out, picture = tmp_path / "out.jsonl", tmp_path / "kinds.png"
+    words = ["--quick", "--threads", "1", "--repeats", "1", "--json", str(out), "--plot", str(picture)]
+    assert routing.main(words) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     texts = {line["name"]: line for line in lines if line["part"] == "perplexity"}
     assert texts["dense"]["perplexity"] > 1

@@ -24,11 +24,13 @@ WORDS = "a fault on purpose"
 
 
 class Faults:
-    """Operations below `folder`, counted from 1. at: the one that fails, 0: none. torn: half of it is done. said: what
-    each was, for messages."""
+    """Operations below `folder`, counted from 1. at: the one that fails, 0: none. torn: half of it is done. full: from
+    then on the disk is full: all writes and flushes fail, and renames do not. said: what each was, for messages."""
 
-    def __init__(self, folder: Path, at: int = 0, torn: bool = False):
-        self.folder, self.at, self.torn, self.said = str(folder.resolve()), at, torn, []
+    def __init__(self, folder: Path, at: int = 0, torn: bool = False, full: bool = False):
+        self.folder, self.at, self.torn, self.full = str(folder.resolve()), at, torn, full
+        self.said: list[str] = []
+        self.failed = False
 
     @property
     def count(self) -> int:
@@ -38,7 +40,11 @@ class Faults:
     def turn(self, what: str) -> bool:
         """Count an operation; whether it is the one that fails."""
         self.said.append(what)
-        return self.count == self.at
+        fails = self.count == self.at
+        if self.full:
+            fails = 0 < self.at <= self.count and what in ("write", "fsync")
+        self.failed |= fails
+        return fails
 
     def mine(self, path: Any) -> bool:
         """Whether it is a path below the folder."""
@@ -47,7 +53,7 @@ class Faults:
         return False
 
     def fail(self) -> None:
-        raise OSError(errno.EIO, WORDS)
+        raise OSError(errno.ENOSPC if self.full else errno.EIO, WORDS)
 
 
 class _File:

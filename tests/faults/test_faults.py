@@ -37,9 +37,10 @@ def error_of(writer, folder, faults) -> Exception | None:
 
 
 @every_writer
-@pytest.mark.parametrize("torn", [False, True], ids=["fails", "tears"])
+@pytest.mark.parametrize(("torn", "full"), [(False, False), (True, False), (True, True)],
+                         ids=["fails", "tears", "the disk is full from there on"])
 @pytest.mark.parametrize("before", [True, False], ids=["over another", "new"])
-def test_every_operation_fails_once(writer, torn, before, tmp_path):
+def test_every_operation_fails_once(writer, torn, full, before, tmp_path):
     """What is there afterwards is whole: the version before, or, where all but the last flush was done, the new one.
     The error is the fault's own, or one that says it; nothing else is left, and the next write does all."""
     at, operations = 1, 0
@@ -49,10 +50,10 @@ def test_every_operation_fails_once(writer, torn, before, tmp_path):
         if before:
             writer.write(folder, FIRST)
         left = files(folder)
-        faults = Faults(folder, at, torn)
+        faults = Faults(folder, at, torn, full)
         error = error_of(writer, folder, faults)
         if error is None:
-            assert faults.count < at, f"operation {at} failed unseen: {faults.said}"
+            assert not faults.failed, f"operation {at} failed unseen: {faults.said}"
             operations = faults.count
             break
         assert WORDS in f"{error} {error.__cause__}", faults.said

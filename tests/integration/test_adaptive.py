@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from models import VOCAB, letters, near, prompts, tiny
+from models import VOCAB, letters, near, packed, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.integration import adaptive
@@ -62,6 +62,35 @@ def write(levels: list, inputs: dict, **options: object) -> torch.Tensor:
 def test_plans_that_change_at_random_change_no_token(name, sampling, restless):
     inputs = prompts([9, 4, 6])
     assert torch.equal(write(CHAINS[name], inputs, **sampling), write([], inputs, **sampling))
+    assert len({plan.active for plan in restless}) > 1
+
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "dtype": torch.float32}  # several groups
+OWN_WEIGHTS = {
+    "qspec": (lambda: packed(tiny(**SHAPE), "int4"), ["w4a8"]),
+    "qspec and a lookup": (lambda: packed(tiny(**SHAPE), "mxfp4"), ["qspec", "prompt_lookup"]),
+    "nested": (lambda: hf_mlspec.nest(tiny(**{**SHAPE, "dtype": torch.bfloat16})), ["nested", "early_exit:1"]),
+    "planes": (lambda: packed(tiny(**SHAPE), "planes"), ["planes4", "planes2"]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["call", "stream"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", OWN_WEIGHTS)
+def test_levels_that_are_the_targets_own_weights_come_and_go_at_random(name, sampling, stream, restless):
+    make, levels = OWN_WEIGHTS[name]
+    target, inputs = make(), prompts([9, 4, 6])
+
+    def written(levels: list) -> list:
+        torch.manual_seed(4)
+        settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, **sampling}
+        if not stream:
+            return target.generate(**inputs, assistant_models=levels, **settings).tolist()
+        asked = [hf_mlspec.Request(prompts([5 + n])["input_ids"], id=n, seed=n, **settings) for n in range(4)]
+        done = hf_mlspec.generate_stream(target, asked, assistant_models=levels, max_batch=2)
+        return sorted((one.id, list(one.new_tokens)) for one in done)
+
+    assert written(levels) == written([])
     assert len({plan.active for plan in restless}) > 1
 
 

@@ -211,3 +211,55 @@ def test_a_check_that_took_long_is_not_soon_repeated(monkeypatch):
     check = probe.Check(due=50.0, wait=2.0)
     check.again(seconds=1.0)
     assert check.due >= 50.0 + 400.0
+
+
+@pytest.fixture
+def widths(timed, monkeypatch):
+    """Passes of 1, 8, 32 and 128 tokens, of which those of 128 take so long; -> that, what `timed` says, and the
+    tokens of each check."""
+    found = {"long": 0.1, "checks": []}
+
+    def measured(engine, *, budget, tokens=(1, 8, 32, 128), repeats=3, long=True, **_):
+        if repeats == probe._CHECK_REPEATS and tokens[:2] == (1, 8):
+            found["checks"].append((tuple(tokens), long))
+        seconds = [{1: 1e-4, 8: 2e-4, 32: 1e-3, 128: found["long"]}.get(count, 2e-3) for count in tokens]
+        return PassCosts(tuple(tokens), tuple(sorted(seconds)), (0.0,) * len(tokens), measured=1e9 + timed["clock"])
+
+    monkeypatch.setattr(probe, "measured", measured)
+    return found
+
+
+def of_many(model) -> set[float]:
+    return {costs.of(128.0) for state in (state_of(model), *(state_of(built[1])
+            for built in state_of(model).levels.values())) for costs in state.costs.values()}  # fmt: skip
+
+
+def test_passes_of_many_tokens_are_timed_again_once_they_are_little(model, cache, timed, widths):
+    """Calls of many rows rest on them; costs of one token and of eight may be right all the same."""
+    expected = call(model)
+    widths["long"] = 2.5e-3
+    for clock, tokens, kept in ((3.0, (1, 8), 0.1), (30.0, (1, 8, 32), 0.1), (1e5, (1, 8, 32, 128), 2.5e-3)):
+        timed["clock"], widths["checks"] = clock, []
+        assert call(model) == expected
+        assert widths["checks"] == [(tokens, False)] * 2, clock
+        assert of_many(model) == {kept}, clock
+
+
+@pytest.mark.parametrize("engine", ["cpu", "cuda"])
+def test_costs_that_a_trial_disproves_are_timed_at_all_widths_once(model, cache, timed, widths, monkeypatch, engine):
+    """Its levels are there, so that nothing has to wait; of captured rounds, too, whose first check is far off."""
+    expected = call(model, engine=engine)
+    widths["long"], start = 2.5e-3, Controller.start
+
+    def tried(self: Controller, rows: int) -> None:
+        start(self, rows)
+        self.on_disproved()
+
+    monkeypatch.setattr(Controller, "start", tried)
+    (openings,) = state_of(model).openings.values()
+    openings.doubt()
+    assert all(call(model, engine=engine) == expected for _ in range(20))
+    assert openings.by_trial
+    assert not probe.is_due(openings.due)  # else no call would do without its levels
+    assert widths["checks"] == [((1, 8, 32, 128), True)] * 2
+    assert of_many(model) == {2.5e-3}

@@ -9,6 +9,7 @@ from models import near, prompts, tiny
 
 import hf_mlspec
 from hf_mlspec.integration import adaptive
+from hf_mlspec.integration.stream.stream import stream_in_rounds
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.speculation.controller import Controller
 from hf_mlspec.speculation.costs import PassCosts
@@ -64,6 +65,20 @@ def test_only_the_first_call_builds_levels_that_never_draft(target, levels, buil
     assert all(level.drafted == level.cache_bytes == 0 for level in out.speculation.levels)
     assert list(out.speculation.plans) == ["off"]
     assert out.speculation.plans["off"].rounds == 30
+
+
+def test_a_server_has_its_levels_and_their_caches_from_the_beginning(target, built, chooses):
+    draft, how = near(target, 0.02), {"prefill_chunk": None, "prefix_cache": None, "speculation_config": None}
+    request = {"input_ids": [5, 6, 7], "max_new_tokens": 3, "do_sample": False, "eos_token_id": []}
+    for _ in range(2):
+        list(hf_mlspec.generate_stream(target, [request], assistant_models=["mxfp4", draft]))
+    assert [bool(names) for names in built] == [True, False]
+    for told in stream_in_rounds(target, [request], max_batch=2, assistant_models=["mxfp4", draft], tokenizer=None,
+                                 **how):
+        held = [level.cache_bytes for level in hf_mlspec.last_stats(target).levels]
+        assert told
+        assert held[1] > 0
+    assert built[-1] == ["mxfp4", "LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])

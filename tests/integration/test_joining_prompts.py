@@ -15,6 +15,7 @@ from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import chain as chains
 from hf_mlspec.speculation.rounds import prompts as reading
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
+from hf_mlspec.speculation.rounds.openings import Openings
 from hf_mlspec.speculation.rounds.prompts import PromptGraphs
 from hf_mlspec.speculation.rounds.reading import read
 
@@ -29,7 +30,7 @@ PROMPTS = [prompts([n])["input_ids"][0].tolist() for n in LENGTHS]
 
 @pytest.fixture
 def read_rows(monkeypatch):
-    """How many rows each replay read, and each read kernel by kernel; graphs cost nothing."""
+    """How many rows each replay read, and each read kernel by kernel; graphs cost nothing, and no round reads."""
     seen, inner, alone = [], PromptGraphs.replayed, read
 
     def replayed(self, shape, kv, places, rows):
@@ -46,6 +47,7 @@ def read_rows(monkeypatch):
     for module in (chains, reading):
         monkeypatch.setattr(module, "read", kernel_by_kernel)
     monkeypatch.setattr(RoundGraphs, "seconds_of_layers", lambda self, layers: -1e9)
+    monkeypatch.setattr(Openings, "program", lambda *_: None)
     return seen
 
 

@@ -14,6 +14,7 @@ from hf_mlspec import SpeculationConfig
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
+from tests.models import prompts, tiny
 
 MODELS = Path(os.environ.get("MLSPEC_MODELS", "../shared/models"))
 pytestmark = pytest.mark.skipif(not has_compiled_decoder(), reason="the compiled kernels are not built")
@@ -78,3 +79,15 @@ def test_alone_it_follows_stock_in_float32(name):
             logits = model(out).logits[0, ids.shape[1] - 1 : -1]
         chosen = logits.gather(1, out[0, ids.shape[1] :, None])[:, 0]
         assert ((logits.max(dim=1).values - chosen) / logits.std(dim=1)).max() < 0.05
+
+
+@pytest.mark.parametrize("batch", [[7], [9, 4, 6]], ids=["one row", "three rows"])
+@pytest.mark.parametrize(("one", "other"), [("llama", "qwen3_moe"), ("qwen3_moe", "llama"), ("gpt_oss", "mixtral")])
+def test_a_mixture_drafts_for_a_dense_model_and_the_reverse(one, other, batch):
+    target, draft = tiny(one, dtype=torch.bfloat16), tiny(other, dtype=torch.bfloat16, seed=1)
+    options = {**prompts(batch), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    alone = target.generate(**options, assistant_models=[])
+    config = SpeculationConfig(num_draft_tokens=3, confidence_threshold=0.0)
+    for levels in ([draft], ["mxfp4", draft]):
+        assert torch.equal(target.generate(**options, assistant_models=levels, speculation_config=config), alone)
+        assert hf_mlspec.last_stats(target).levels[0].drafted > 0

@@ -20,6 +20,7 @@ from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.evaluation import certificate_subject
 from hf_mlspec.integration.levels.resolve import resolve
 from hf_mlspec.integration.request import router_of
+from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing import compiled_engine
 from hf_mlspec.routing.blocks import blocks_of
 from hf_mlspec.routing.compiled_engine import (
@@ -31,6 +32,7 @@ from hf_mlspec.routing.compiled_engine import (
     why_not_compiled,
 )
 from hf_mlspec.routing.engine import WHY_BY_MODULE, RoutedEngine
+from hf_mlspec.routing.host_choice import ChosenOnHost
 from hf_mlspec.routing.passes import Routed, recorded
 from hf_mlspec.routing.router import Router
 
@@ -165,6 +167,21 @@ def test_the_decoder_of_gpus_routes_as_modules_do(model, levels):
     for index, row in enumerate(rows_of(INPUTS)):
         alone = {"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))}
         assert generated(model, alone, assistant_models=levels, speculation_config=config) == [wanted[index]]
+
+
+def test_a_call_knows_what_prompts_of_earlier_calls_chose(model, monkeypatch):
+    """Of streamed planes: an engine lives as long as its call, and what is likely does not end with it."""
+    wanted, waited, at = generated(model, speculation_config={"engine": "modules"}), [], ChosenOnHost.at
+    planes = [module for module in model.modules() if isinstance(module, PlanesLinear)]
+    held = sum(part.nbytes for own in planes for part in own.parts("weight")[:2])
+    hf_mlspec.stream_planes(model, held * 95 // 100, top_planes=2)
+    monkeypatch.setattr(ChosenOnHost, "at", lambda *given: waited.append(given[1]) or at(*given))
+    assert generated(model, speculation_config={"engine": "cuda"}) == wanted
+    assert len(waited) >= len(blocks_of(model))  # nothing was likely as yet
+    waited.clear()
+    hf_mlspec.clear(model)
+    assert generated(model, speculation_config={"engine": "cuda"}) == wanted
+    assert not waited
 
 
 def test_rows_of_the_decoder_choose_what_modules_choose(model):

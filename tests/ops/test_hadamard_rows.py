@@ -19,7 +19,7 @@ def test_every_size_has_the_bits_of_plain_torch():
     check_bits()
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2"])  # the sets above take the kernel of avx2
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512vnni"])  # the sets above each take the kernel below
 def test_every_instruction_set_has_the_same_bits(isa):
     code = f"{PACKAGE}\nfrom hadamard_cases import check_bits\ncheck_bits()\nprint('alike')"
     assert output_on(isa, code, Path(__file__).parent).strip() == "alike"

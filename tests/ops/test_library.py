@@ -37,12 +37,14 @@ def test_every_linear_with_a_kernel_for_gpus_says_which_of_two_serves_it():
 
 def test_table_lists_every_op_on_every_device():
     table = ops.kernel_table()
-    composed = {"bf16_rows_linear", "bitplane_apart", "bitplane_chosen", "bitplane_part", "bitplane_sums",
-                "choose_of_prompt", "choose_of_steps", "embed_rows", "gated",
-                "gated_hadamard", "gated_in_order", "gated_pairs", "int4_sums", "low_rank_added", "ordered_rows",
+    composed = {"adapted_linear", "bf16_rows_linear", "bitplane_apart", "bitplane_chosen", "bitplane_part",
+                "bitplane_sums", "choose_of_prompt", "choose_of_steps", "embed_rows", "gated", "gated_codes",
+                "gated_hadamard", "gated_in_order", "gated_pairs", "int4_codes_linear", "int4_sums", "low_rank_added",
+                "low_rank_between", "norm_codes", "row_codes", "ordered_rows",
                 "ragged_attention_rows", "rms_norm_in_order", "rope_write_rows", "round_lookup", "round_open",
                 "round_push", "round_settle", "round_window", "zipper_high_joined", "dense_expert_rows",
-                "int4_expert_rows", "mxfp4_expert_rows", "nested_expert_rows", "plan_rows", "route_rows",
+                "int4_expert_rows", "mxfp4_expert_rows", "nested_expert_rows", "plan_rows", "plane_expert_rows",
+                "route_rows",
                 "norm_route_row", "weighted_norm_rows", "weighted_rows", "delta_rows", "sigmoid_gated"}  # fmt: skip
     every = {(op, device) for op in REFERENCES for device in ("cpu", "cuda")}
     assert sorted(row[:2] for row in table) == sorted(every - {(op, "cpu") for op in composed})

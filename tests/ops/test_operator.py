@@ -9,6 +9,7 @@ from hf_mlspec.ops.operator import REFERENCES, Operands, schema_of
 
 # What compiled libraries implement: a changed schema needs a library that was built anew.
 SCHEMAS = [
+    "adapted_linear(Tensor x, Tensor weight, Tensor? bias, Tensor between, Tensor up, Tensor first) -> Tensor",
     "bf16_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "bf16_rows_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
     "bitplane_apart(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, int "
@@ -40,6 +41,14 @@ SCHEMAS = [
     "embed_rows(Tensor ids, Tensor table, float scale) -> Tensor",
     "f32_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "gated(Tensor gate_up, int activation) -> Tensor",
+    "gated_codes(Tensor gate_up, int activation, Tensor? order, Tensor? matrix, int size, int inner, int group_size, "
+    "int bits, float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "norm_codes(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? order, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor, Tensor)",
+    "row_codes(Tensor x, Tensor? order, Tensor? matrix, int size, int inner, int group_size, int bits, "
+    "float activation_clip, int outliers) -> (Tensor, Tensor)",
+    "int4_codes_linear(Tensor codes, Tensor scales, Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, "
+    "int out_features, Tensor? bias, int group_size, int outliers) -> Tensor",
     "gated_in_order(Tensor gate_up, int activation, Tensor order) -> Tensor",
     "gated_pairs(Tensor gate_up, float slope, float limit) -> Tensor",
     "gated_hadamard(Tensor gate_up, int activation, Tensor? matrix, int size, int inner) -> Tensor",
@@ -56,7 +65,8 @@ SCHEMAS = [
     "pack_gptq(Tensor words, Tensor? order) -> Tensor",
     "plan_rows(Tensor experts, int num_experts) -> Tensor",
     "hadamard_rows(Tensor x, Tensor? matrix, int size, int inner) -> Tensor",
-    "low_rank_added(Tensor y, Tensor x, Tensor down, Tensor up, Tensor first) -> Tensor",
+    "low_rank_added(Tensor y, Tensor between, Tensor up, Tensor first) -> Tensor",
+    "low_rank_between(Tensor x, Tensor down) -> Tensor",
     "lut_linear(Tensor x, Tensor plane_tiles, Tensor table_tiles, int out_features, Tensor? bias, int "
     "num_planes) -> Tensor",
     "int4_dequantize(Tensor weight_tiles, Tensor scale_tiles, Tensor? zero_tiles, int out_features, int "
@@ -72,6 +82,9 @@ SCHEMAS = [
     "nested_expert_rows(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, "
     "Tensor? bias, Tensor experts, Tensor plan, int out_features, int weight_bits, int activation_bits, float slope, "
     "float limit, int activation) -> Tensor",
+    "plane_expert_rows(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? bias, Tensor experts, Tensor plan, "
+    "int out_features, int group_size, int zero_doubled, int num_planes, float slope, float limit, int activation) -> "
+    "Tensor",
     "nested_linear(Tensor x, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, Tensor codebook, int "
     "out_features, Tensor? bias, int weight_bits, int activation_bits) -> Tensor",
     "nested_rows(Tensor ids, Tensor draft_tiles, Tensor exponent_tiles, Tensor low_tiles, int out_features, float "

@@ -66,31 +66,3 @@ def test_no_tokens():
 def test_without_a_residual_the_sum_is_x_itself():
     x = cases.seeded(2, 8)
     assert ops.rms_norm(x, torch.ones(8), 1e-5)[1] is x
-
-
-def test_low_rank_pairs_beside_a_linear():
-    """Columns of the first linear have a pair of rank 2, those of the second none, of the third one of rank 1."""
-    y, x, down, up = cases.seeded(3, 6), cases.seeded(3, 8), cases.seeded(3, 8), cases.seeded(2, 6)
-    up[:, 2:4], up[1, 4:] = 0, 0
-    first = torch.tensor([0, 0, 0, 0, 2, 2], dtype=torch.int32)
-    inner = x.double() @ down.double().T
-    exact = y.double()
-    exact[:, :2] += inner[:, :2] @ up[:, :2].double()
-    exact[:, 4:] += inner[:, 2:] * up[0, 4:].double()
-    torch.testing.assert_close(ops.low_rank_added(y, x, down, up, first).double(), exact, atol=1e-6, rtol=1e-6)
-    for wrong, words in (
-        ((y, x.bfloat16(), down, up, first), "x is torch.bfloat16"),
-        ((y, x, down.double(), up, first), "down is torch.float64"),
-        ((y, x, down, up.long(), first), "up is torch.int64"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            ops.low_rank_added(*wrong)
-    for wrong, words in (
-        ((y, x[:, :4], down, up, first), r"x has shape \[3, 4\], expected \[3, 8\]"),
-        ((y, x, down[0], up, first), r"down has shape \[8\], expected \[ranks, in\]"),
-        ((y, x, down, up[:0], first), r"up has shape \[0, 6\], expected \[rank, out\]"),
-        ((y, x, down, up[:, :4], first), r"up has shape \[2, 4\], expected \[2, 6\]"),
-        ((y, x, down, up, first[:4]), r"first has shape \[4\], expected \[6\]"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            ops.low_rank_added(*wrong)

@@ -58,6 +58,7 @@ def test_training_fits_guesses_that_a_file_keeps(tmp_path):
     assert sum(right) > 0.9 * len(right)
     assert loaded.foresee(len(blocks) - LEAD, routed.features[0]) is None
     assert loaded.foresee(0, routed.features[0]) == max(routed.widths[LEAD])
+    assert loaded.usual == [max(own) for own in routed.widths]  # 24 queries, of 32
 
 
 def test_a_file_without_guesses_is_a_router_still(tmp_path):
@@ -66,7 +67,7 @@ def test_a_file_without_guesses_is_a_router_still(tmp_path):
     router.save(path)
     with safe_open(path, "pt") as file:
         told = json.loads(file.metadata()[KIND])
-    del told["ahead"]
+    del told["ahead"], told["usual"]
     save_file(load_file(path), path, {KIND: json.dumps(told)})
     assert Router.load(path, blocks_of(model)).foresee(0, torch.zeros(1, 32)) is None
 
@@ -86,6 +87,19 @@ def test_damaged_guesses_are_refused(tmp_path):
     del tensors["ahead.0.bias"]
     save_file(tensors, path, told)
     with pytest.raises(ValueError, match=r"ahead\.0\.bias is missing"):
+        Router.load(path, blocks_of(model))
+
+
+@pytest.mark.parametrize("usual", [4, [4], [4] * 3 + [5], [4] * 3 + [4.0], [4] * 3 + [True], [[4]] * 4])
+def test_usual_widths_that_are_none_of_its_own_are_refused(tmp_path, usual):
+    _, model = pair()
+    path, router = tmp_path / "router.safetensors", differing(model)
+    router.usual = [4] * len(router.of)
+    router.save(path)
+    assert Router.load(path, blocks_of(model)).usual == [4] * 4
+    router.usual = usual
+    router.save(path)
+    with pytest.raises(ValueError, match=r"planes are usual, of 4 blocks .*the router is damaged; train it again"):
         Router.load(path, blocks_of(model))
 
 

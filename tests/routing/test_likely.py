@@ -7,11 +7,12 @@ import torch
 from routed import differing, pair, queries
 
 import hf_mlspec
+from hf_mlspec import ops
 from hf_mlspec.engines.choose import built_decoder
 from hf_mlspec.nn.planes import PlanesLinear
 from hf_mlspec.routing.compiled_engine import RoutedCudaEngine
-from hf_mlspec.routing.host_choice import ChosenOnHost
-from hf_mlspec.routing.likely import RECENT, TRIES, LikelyWidths
+from hf_mlspec.routing.host_choice import ChosenOnHost, KernelScorers, Scorers
+from hf_mlspec.routing.likely import RECENT, TRIES, LikelyWidths, likely_of
 
 CPU = torch.device("cpu")
 
@@ -125,3 +126,77 @@ def test_steps_and_their_prompts_are_those_of_the_resident_model(engine):
     resident = RoutedCudaEngine(model, built_decoder(model, "cuda"), engine.router)
     tokens = steps_of(resident, row)
     assert found == [tokens, tokens]
+
+
+def test_a_near_tie_is_chosen_by_the_same_product_whether_the_host_waits_or_not(engine, waited, monkeypatch):
+    """By the operator that resident planes are chosen with, never by other products."""
+    row, calls, chosen = queries(1, 20)[0].tolist(), [], ops.choose_of_prompt
+
+    def other(x, mean, weights):
+        calls.append(weights)
+        return torch.where(chosen(x, mean, weights) == 8, 6, 3).int()  # what no other product would say
+
+    monkeypatch.setattr(ops, "choose_of_prompt", other)
+    monkeypatch.setattr(Scorers, "choose", lambda *given: pytest.fail("chosen by other products"))
+    found = [read(engine, row)[:2] for _ in range(2)]  # waited for, then likely
+    assert len(waited) == len(engine.blocks)
+    assert len(calls) == 2 * len(engine.blocks)
+    assert set(found[0][1]) <= {3, 6}
+    assert found[0][1] == found[1][1]
+    assert found[0][0].equal(found[1][0])
+
+
+def test_other_kernels_choose_by_products_for_every_gpu(engine, waited, monkeypatch):
+    monkeypatch.setattr("hf_mlspec.routing.compiled_engine.chooses_on_device", lambda *given: False)
+    plain = RoutedCudaEngine(engine.model, engine.decoder, engine.router)
+    assert isinstance(engine._scorers, KernelScorers)
+    assert isinstance(plain._scorers, Scorers)
+    for row in queries(3, 20).tolist():
+        waited.clear()
+        assert read(plain, row)[1] == read(engine, row)[1]
+        assert len(waited) >= len(engine.blocks)
+
+
+def test_a_block_of_nan_is_named_and_the_next_prompt_is_right(engine):
+    row = queries(1, 20)[0].tolist()
+    wanted = read(engine, row)
+    engine._likely = LikelyWidths()
+    table = engine.model.get_input_embeddings().weight
+    before = table.data[row[3]].clone()
+    table.data[row[3]] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"layers\.0\.self_attn"):
+        read(engine, row)
+    table.data[row[3]] = before
+    logits, widths, _ = read(engine, row)
+    assert (widths, logits.equal(wanted[0])) == (wanted[1], True)
+
+
+def test_the_first_prompt_finds_what_is_usual_for_training_queries(engine, waited):
+    rows = queries(RECENT + 1, 20).tolist()
+    widths = read(engine, rows[0])[1]
+    waited.clear()
+    engine.router.usual = [max(own, 3) for own in widths]
+    next(iter(engine.blocks[0].linears.values())).source.likely.clear()
+    again = RoutedCudaEngine(engine.model, engine.decoder, engine.router)
+    logits, chosen, passes = read(again, rows[0])
+    assert (chosen, passes, waited) == (widths, 1, [])
+    assert logits.equal(read(engine, rows[0])[0])
+    for _ in range(RECENT):
+        again._likely.saw([2] * len(widths))
+    assert again._likely.of_all() == [2] * len(widths)  # what is usual counts as one prompt
+
+
+def test_what_is_likely_lives_with_the_planes_that_are_streamed(engine):
+    row = queries(1, 20)[0].tolist()
+    widths = read(engine, row)[1]
+    again = RoutedCudaEngine(engine.model, engine.decoder, engine.router.choosing("step"))  # the same MLPs
+    assert again._likely is engine._likely
+    assert again._likely.of_all() == widths
+    other = differing(engine.model, seed=9)
+    assert likely_of(other, engine.blocks).of_all() is None
+    source = next(iter(engine.blocks[0].linears.values())).source
+    assert len(source.likely) == 2
+    del other
+    assert len(source.likely) == 1
+    hf_mlspec.stream_planes(engine.model, None)
+    assert likely_of(engine.router, engine.blocks).of_all() is None

@@ -134,7 +134,7 @@ def test_a_compiled_decoder_and_modules_read_the_planes_of_a_model_in_two_thread
     for thread in both:
         thread.start()
     for thread in both:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive(), "each waits for the other"
 
 

@@ -313,8 +313,8 @@ def test_where_earlier_calls_told_few_choices_may_take_more_of_the_time(monkeypa
     for _ in range(3):
         controller.choose(Situation([1000], 0.0, [[0]]))
         stays.append(sum(iter(lambda: controller.stay(1), False)))
-    assert stays[0] == 64 if remembers else stays[0] < 10
-    assert stays[2] == (64 if remembers else stays[0])
+    assert 64 < stays[0] <= 512 if remembers else stays[0] < 10  # however short rounds are beside a choice
+    assert stays[2] == stays[0]
 
 
 def resting(by_clock: bool = True) -> Controller:

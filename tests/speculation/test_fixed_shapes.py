@@ -156,8 +156,9 @@ def test_a_plan_that_is_captured_is_taken_where_another_would_be_little_better()
 
 
 @pytest.mark.parametrize(("kept", "rounds"), [(True, 100), (False, 4)], ids=["good", "poor"])
-def test_a_draft_of_which_nothing_is_known_is_tried_after_some_calls(kept, rounds):
+def test_a_draft_of_which_nothing_is_known_is_tried_after_some_calls(kept, rounds, monkeypatch):
     """By its prior "off" is better, and no call gains what capturing takes: the rounds of ten calls of 256 tokens."""
+    monkeypatch.setattr("hf_mlspec.speculation.controller.perf_counter", lambda: 0.0)  # choosing takes no time
     target, graphs, memory, drafted, trials = costs(1.5e-4, 3e-6), Graphs(0.02), Memory(capturing=0.05), [], 0
     for _ in range(10):
         made = FixedController(target, [LevelCosts("draft", costs(6e-5, 1e-6), 0.65)], memory=memory, captures=graphs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_mlspec.speculation.forecast import Forecast
-from hf_mlspec.speculation.memory import Openings
+from hf_mlspec.speculation.openings import Openings
 from hf_mlspec.speculation.plans import Plan
 from hf_mlspec.speculation.rounds.steering import Steering
 from hf_mlspec.speculation.search import Choice
@@ -212,6 +212,29 @@ def test_rounds_that_bring_less_are_questioned_at_once(steered):
     asked, _ = rounds(steering, 6, accepted=0)
     assert 2 <= asked.count(4) <= 4
     assert [plan for plan, *_ in made[0].rounds][: asked.count(4)] == [FOUR] * asked.count(4)
+    assert openings.begin((1, 7, 4, False)) is None
+
+
+@pytest.mark.parametrize("found", [FOUR, OFF])
+def test_calls_go_on_with_what_was_questioned_and_found_best_again(steered, found, monkeypatch):
+    """Rounds that bring less on a busy machine, or in a hard passage, would else make the next call choose, too."""
+    steering, made, openings = steered(FOUR)
+    monkeypatch.setattr(Told, "choose", lambda self, _: setattr(self, "choice", choice(found)))
+    like = (1, 7, 4, False)
+    openings.found[like].until = 4
+    rounds(steering, 6, accepted=0)
+    assert len(made) == 1
+    steering.end()
+    assert (openings.begin(like) is not None) == (found == FOUR)
+
+
+def test_a_call_that_ends_before_what_was_questioned_is_chosen_leaves_it_to_the_next_one(steered):
+    steering, made, openings = steered(FOUR)
+    openings.found[1, 7, 4, False].until = 4
+    while not steering._doubts:
+        rounds(steering, 1, accepted=0)
+    steering.end()
+    assert made == []
     assert openings.begin((1, 7, 4, False)) is None
 
 

@@ -4,7 +4,8 @@ from .description import NORMS, Description, Mixture
 from .interpret import CPU, OF_ATTENTION, as_read, described, linear_shape, outline, require_format, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock, has_experts, routing_said
-from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
+from .parts import Block, Norm, Outline, UndescribedClass, UnknownArchitecture, table_dtype
+from .probe import Evidence, recognise
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
 __all__ = [
@@ -16,11 +17,13 @@ __all__ = [
     "ON_THE_CPU_ALONE",
     "Block",
     "Description",
+    "Evidence",
     "ExpertBlock",
     "Mixture",
     "Norm",
     "Outline",
     "Rotation",
+    "UndescribedClass",
     "UnknownArchitecture",
     "as_read",
     "described",
@@ -28,6 +31,7 @@ __all__ = [
     "has_experts",
     "linear_shape",
     "outline",
+    "recognise",
     "require_format",
     "require_known",
     "rope_tables",

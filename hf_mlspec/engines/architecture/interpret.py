@@ -27,7 +27,7 @@ from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
 from .kinds import rope_kind, rope_kinds, window_of
-from .known import KNOWN
+from .known import KNOWN, recognised
 from .mixture import UnreadExperts, expert_block
 from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
@@ -168,12 +168,11 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
 
 
 def described(model: nn.Module) -> Description:
-    """What is known of a model's class; UnknownArchitecture where nothing is."""
-    name = type(model).__name__
+    """What is known of a model's class; UndescribedClass where nothing is."""
+    kind, name = type(model), type(model).__name__
     entry = _of_wrapper(model, name) if name in WRAPPERS else KNOWN.get(name)
-    if entry is None or not type(model).__module__.startswith(entry.package):
-        raise UnknownArchitecture("the compiled decoder does not know this class")
-    return entry
+    known = entry is not None and kind.__module__.startswith(entry.package)
+    return entry if known else recognised(kind, text_config(model))
 
 
 def _of_wrapper(model: nn.Module, name: str) -> Description:

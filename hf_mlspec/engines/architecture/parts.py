@@ -18,6 +18,10 @@ class UnknownArchitecture(ValueError):
     """The compiled decoder cannot run this model; the message says why."""
 
 
+class UndescribedClass(UnknownArchitecture):
+    """Nothing is known of the model's class."""
+
+
 @dataclass(frozen=True)
 class Norm:
     """Weight and bias (None: none) float32, any +1 added."""

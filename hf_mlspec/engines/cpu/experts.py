@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,12 @@ from torch import Tensor, nn
 from ...formats.mxfp4 import BLOCK
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
-from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, ZIPPER, Experts, Weight
+from ...ops.compiled_decoder import BF16, F32, INT4, MXFP4, NESTED, PLANES, ZIPPER, Experts, Weight
 from ..architecture import ExpertBlock, UnknownArchitecture, as_read
 from ..slots import require_experts
 
 _DENSE = {torch.bfloat16: BF16, torch.float32: F32}
-_PACKED = {"mxfp4": MXFP4, "int4": INT4, "nested": NESTED}
+_PACKED = {"mxfp4": MXFP4, "int4": INT4, "nested": NESTED, "planes": PLANES}
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -65,15 +66,17 @@ def _packed(block: ExpertBlock, key: str) -> Weight:
     experts: PackedExperts = block.experts
     parts = experts.prepack_().parts(key)
     out_features, in_features = block.original.sizes[key]
-    own: dict[str, Tensor | None] = {}
+    own: dict[str, Any] = {}
     if experts.format == "int4":
         own = {"zero": parts.zero}
     elif experts.format == "nested":
         escapes = {"escape_rows": parts.escape_index, "escape_weight": parts.escape_value}
         own = {"low": parts.low, "codebook": parts.codebook, **escapes}
+    elif experts.format == "planes":
+        own = {"zero_doubled": experts.zero_doubled(key)}
     return Weight(
         _PACKED[experts.format],
-        parts.packed,
+        parts[0],
         in_features,
         out_features,
         scale=parts.scale,

@@ -12,14 +12,15 @@ from ...nn.adapters import LowRank, base_of, is_adapted, low_rank_of
 from ...nn.transforms import NONE
 from ...precision import Bits
 from ..architecture import UnknownArchitecture, linear_shape
-from .weights import JoinedLinear, joined
+from .weights import DenseLinear, JoinedLinear, joined
 
 
 class AdaptedLinear:
     """A linear, and the low-rank pairs of adapters beside it.
 
     down float32 ``[ranks, in]`` of all modules, up float32 ``[rank, out]`` of the largest rank, first int32 ``[out]``:
-    as of `ops.low_rank_added`.
+    as of `ops.low_rank_between` and `ops.low_rank_added`. What the adapters read comes in front of the linear, whose
+    weights are on their way meanwhile.
     """
 
     __slots__ = ("down", "first", "linear", "up")
@@ -34,7 +35,10 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor, bits: Bits) -> Tensor:
         """``[n, in]`` -> ``[n, out]``, as the linear does, the adapters whatever the bits."""
-        return ops.low_rank_added(self.linear(x, bits), x, self.down, self.up, self.first)
+        between, dense = ops.low_rank_between(x, self.down), self.linear
+        if isinstance(dense, DenseLinear) and x.dtype == dense.weight.dtype == torch.bfloat16:
+            return ops.adapted_linear(x, dense.weight, dense.bias, between, self.up, self.first)
+        return ops.low_rank_added(dense(x, bits), between, self.up, self.first)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from ..built import bit_choices, device_of, standing, switches
 from ..own_part import own_part
 from ..rows import cache_format_of
 from .adapted import AdaptedLinear
+from .codes import coding_of, times_turned
 from .experts import ExpertRows, Routed
 from .heads_and_norms import heads_order, norm_of, normed_sum, normed_together
 from .layer import Layer, LayerLinear, read_layer
@@ -61,10 +62,12 @@ class CudaDecoder:
     and logits. ranks: the processes that share the model; None: nobody does. max_positions: the length past which the
     model's rotation changes for the whole row; None where it never does. positions: for how many there are rotary
     tables. bit_choices: what calls may ask of the packed weights, () where it has none. logit_softcap: what
-    ``ops.choose_rows`` is to be given. fingerprint: changes with every address that a captured call would hold.
+    ``ops.choose_rows`` is to be given. codes: whether rows become integers in the kernel that makes them, where a
+    linear multiplies integers: so on GPUs, for the same bits. fingerprint: changes with every address that a captured
+    call would hold.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, codes: bool | None = None):
         """UnknownArchitecture where the model's weights or sizes are not served; its weights move, see above."""
         device = device_of(model)
         require_read(cache_format_of(model), device)
@@ -75,7 +78,7 @@ class CudaDecoder:
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size = found.sizes.vocab if part is None else part.vocab
         self.logit_softcap, self.ranks = found.sizes.logit_softcap, part and exchange_of(part.ranks)
-        self._shares_head = self.vocab_size != found.sizes.vocab
+        self.codes, self._shares_head = _codes_on(device, codes), self.vocab_size != found.sizes.vocab
         self.num_recurrent = sum(block.delta is not None for block in found.blocks)
         self.num_layers = len(found.blocks) - self.num_recurrent
         self._rotation, self._positions = found.rotation, found.positions
@@ -158,17 +161,18 @@ class CudaDecoder:
         total = self._embed(ids, starts, packing)
         added = None  # what the next norm adds to the residual stream first
         for number, layer in enumerate(self._layers):
-            normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order)
+            how = self._coding(layer.qkv, bits)
+            normed, total = normed_sum(total, added, layer.attention_norm, eps, layer.qkv_order, how)
             added = self._mix(layer, normed, kv, (states, settles), lanes, at(bits, 2 * number, normed, starts))
             beside, added = (added, None) if self.sizes.parallel else (None, self._of_all_ranks(added))
             if layer.attention_out is not None:
                 added, _ = normed_sum(added, None, layer.attention_out, eps)
             if self.sizes.no_mlp:
                 continue
-            normed, total, routed = self._normed_for_mlp(layer, total, added)
-            parts = normed.split(at_once) if 0 < at_once < len(normed) else [normed]
+            how = self._coding(layer.gate_up, bits) if at_once < 1 or at_once >= len(total) else None
+            normed, total, routed = self._normed_for_mlp(layer, total, added, how)
             own = at(bits, 2 * number + 1, normed, starts)
-            added = _joined([self._feed_forward(layer, part, own, routed) for part in parts])
+            added = self._feed_forward(layer, normed, own, routed, at_once)
             added = self._of_all_ranks(added if beside is None else beside + added)
             if layer.mlp_out is not None:
                 added, _ = normed_sum(added, None, layer.mlp_out, eps)
@@ -177,7 +181,7 @@ class CudaDecoder:
         return self._logits(total, added, pick, outside(bits))
 
     def _mix(
-        self, layer: Layer, normed: Tensor, kv: Tensor, kept: tuple, lanes: tuple, bits: BitsOfBlock
+        self, layer: Layer, normed: Tensor | ops.Codes, kv: Tensor, kept: tuple, lanes: tuple, bits: BitsOfBlock
     ) -> Tensor:
         """What a layer's attention, or its delta net, adds. kept: states, and what becomes of them."""
         if layer.delta is not None:
@@ -204,30 +208,44 @@ class CudaDecoder:
         return self._positions.index_select(0, places)
 
     def _normed_for_mlp(
-        self, layer: Layer, total: Tensor, added: Tensor | None
-    ) -> tuple[Tensor, Tensor, Routed | None]:
+        self, layer: Layer, total: Tensor, added: Tensor | None, how: ops.CodesOf | None
+    ) -> tuple[Tensor | ops.Codes, Tensor, Routed | None]:
         """What the MLP or the experts read, the sum, and where it goes where the same kernel says so."""
         norm, eps = layer.mlp_norm, self.sizes.norm_eps
         fits = isinstance(added, Tensor) and isinstance(norm, Tensor)
         if fits and layer.experts is not None and layer.experts.norms(total):
             return layer.experts.norm_and_route(added, total, norm, eps)
-        return *normed_sum(total, added, norm, eps, layer.gate_up_order), None
+        return *normed_sum(total, added, norm, eps, layer.gate_up_order, how), None
+
+    def _coding(self, linear: LayerLinear | None, bits: BitsOfBlock | BlockBits) -> ops.CodesOf | None:
+        """How the kernel in front of a linear codes its inputs; None: it writes rows."""
+        return coding_of(linear, bits) if self.codes else None
 
     def _feed_forward(
-        self, layer: Layer, normed: Tensor, bits: BitsOfBlock, routed: Routed | None
+        self, layer: Layer, normed: Tensor | ops.Codes, bits: BitsOfBlock, routed: Routed | None, at_once: int = 0
     ) -> Tensor | ExpertRows:
-        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it."""
+        """What a layer's MLP, or its experts, add; of experts not summed yet, where the next norm does it. at_once: as
+        of `forward`."""
+        if 0 < at_once < len(normed):
+            return _joined([self._feed_forward(layer, part, bits, routed) for part in normed.split(at_once)])
         if layer.experts is not None:
             added = layer.experts(normed, self._activation, bits, routed)
             return added if layer.mlp_out is None and not self.sizes.parallel else added.summed()
-        return times(layer.down, self._gated(layer, times(layer.gate_up, normed, bits)), bits)
+        gate_up, how = times(layer.gate_up, normed, bits), self._coding(layer.down, bits)
+        return times(layer.down, self._gated(layer, gate_up, how), bits)
 
-    def _gated(self, layer: Layer, gate_up: Tensor) -> Tensor:
+    def _gated(self, layer: Layer, gate_up: Tensor, how: ops.CodesOf | None) -> Tensor | ops.Codes:
+        """What `down` reads, coded where `how` says how."""
+        turned = layer.down_order if layer.down_rotation is None else layer.down_rotation
         if self.sizes.plain_mlp:
             inner = ops.activated(gate_up, self._activation)
+            if how is not None and turned is not None:
+                return ops.row_codes(inner, turned, how)
             if layer.down_rotation is not None:
                 return ops.hadamard_rows(inner, layer.down_rotation)
             return inner if layer.down_order is None else ops.ordered_rows(inner, layer.down_order)
+        if how is not None:
+            return ops.gated_codes(gate_up, self._activation, turned, how)
         if layer.down_rotation is not None:
             return ops.gated_hadamard(gate_up, self._activation, layer.down_rotation)
         if layer.down_order is None:
@@ -246,7 +264,7 @@ class CudaDecoder:
             rows = ops.nested_rows(flat, *tiles, self.sizes.embedding_scale, **escapes)
         return rows if self._positions is None else rows + self._position_rows(ids, starts, packing)
 
-    def _attend(self, layer: Layer, normed: Tensor, kv: Tensor, lanes: tuple, bits: BitsOfBlock) -> Tensor:
+    def _attend(self, layer: Layer, normed: Tensor | ops.Codes, kv: Tensor, lanes: tuple, bits: BitsOfBlock) -> Tensor:
         """What a layer's attention adds; its keys and values are written. lanes: batch, width, starts, counts and how
         the tokens are packed, the draft window."""
         keys, values = kv.unbind()
@@ -267,7 +285,8 @@ class CudaDecoder:
         mixed = ops.ragged_attention_rows(q, keys, values, starts, counts, *rule, layer.sinks)
         mixed = mixed.view(batch * width, -1)
         mixed = mixed if packing is None else mixed.index_select(0, packing.take)
-        return times(layer.o, ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed, bits)
+        mixed = ops.sigmoid_gated(mixed, gates) if self._gated_heads else mixed
+        return times_turned(layer.o, mixed, bits) if self.codes else times(layer.o, mixed, bits)
 
     def _require(self, ids: Tensor, kv: Tensor, bits: Bits | BlockBits, states: DeltaStates | None) -> None:
         sizes = self.sizes
@@ -296,6 +315,10 @@ def _read_table(table: Tensor | NestedEmbedding | ZipperEmbedding) -> Tensor | t
     if isinstance(table, ZipperEmbedding):
         return table.table()
     return table.tiles() if isinstance(table, NestedEmbedding) else table
+
+
+def _codes_on(device: torch.device, asked: bool | None) -> bool:
+    return (device.type != "cpu" and ops.why_no_cuda_kernels(device) is None) if asked is None else asked
 
 
 def _joined(parts: list) -> Tensor | ExpertRows:

@@ -10,8 +10,10 @@ from torch import Tensor
 from ... import ops
 from ...formats import Parts
 from ...formats.nested import NestedParts
+from ...formats.planes import PlanesParts
 from ...nn.expert_modules import out_major
 from ...nn.experts import PackedExperts
+from ...nn.plane_experts import PlaneExperts
 from ...precision import Bits
 from ..architecture import ExpertBlock, UnknownArchitecture
 from ..slots import require_experts
@@ -77,7 +79,27 @@ class NestedTileExperts:
         return ops.nested_expert_rows(x, *self.tiles, *rest, *how, **self.escapes)
 
 
-_PACKED = {"mxfp4": FourBitExperts, "int4": FourBitExperts, "nested": NestedTileExperts}
+class PlaneTileExperts:
+    """One projection of all experts in bit-planes, in tiles; bias as of DenseExperts."""
+
+    __slots__ = ("bias", "how", "own", "tiles")
+
+    def __init__(self, experts: PlaneExperts, tiles: PlanesParts, bias: Tensor | None, out_features: int):
+        self.tiles, self.bias, self.own = (tiles.planes, tiles.scale), bias, experts.switch.bits
+        self.how = out_features, experts.group_size, experts.zero_doubled(_DOWN)  # of both projections alike
+
+    def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, gate: Gate = ()) -> Tensor:
+        """As DenseExperts, times the first ``bits.weight`` planes, 0: the switch's."""
+        planes = bits.weight or self.own.weight
+        return ops.plane_expert_rows(x, *self.tiles, self.bias, experts, plan, *self.how, planes, *gate)
+
+
+_PACKED = {
+    "mxfp4": FourBitExperts, "int4": FourBitExperts, "nested": NestedTileExperts, "planes": PlaneTileExperts
+}  # fmt: skip
+
+
+Projection = DenseExperts | FourBitExperts | NestedTileExperts | PlaneTileExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +137,8 @@ class ExpertLayer:
     count: int
     chosen: int
     renormalize: bool
-    up: DenseExperts | FourBitExperts | NestedTileExperts
-    down: DenseExperts | FourBitExperts | NestedTileExperts
+    up: Projection
+    down: Projection
     clamp: tuple[float, float] | None
     gates_halves: bool
     norms_one: bool

@@ -23,9 +23,13 @@ class LayerNorm(NamedTuple):
 
 def normed_sum(
     total: Tensor, added: Tensor | ExpertRows | None, norm: Tensor | LayerNorm | None, eps: float,
-    order: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum."""
+    order: Tensor | None = None, how: ops.CodesOf | None = None,
+) -> tuple[Tensor | ops.Codes, Tensor]:  # fmt: skip
+    """The normed sum of both (without a norm the sum itself), its columns in an order, and the sum. how: the normed
+    rows are coded so, where a kernel of the norm does it."""
+    if how is not None and isinstance(norm, Tensor) and not isinstance(added, ExpertRows):
+        x, residual = (total, None) if added is None else (added, total)
+        return ops.norm_codes(x, norm, eps, residual, order, how)
     if isinstance(added, ExpertRows):
         if isinstance(norm, Tensor) and order is None:
             return added.normed(total, norm, eps)

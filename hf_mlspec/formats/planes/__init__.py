@@ -55,23 +55,23 @@ __all__ = [
 
 
 def zeros(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     device: torch.device,
     num_planes: int | str = 8,
     group_size: int | None = None,
     **options: Any,
 ) -> PlanesParts:
-    """The parts on disk of a weight ``[out, in]`` whose values are all 0."""
-    (out_features, in_features), count = shape, cast_of(num_planes).num_planes
-    planes = torch.zeros(count, out_features, in_features // 8, dtype=torch.uint8, device=device)
+    """The parts on disk of a weight ``[out, in]``, or of experts ``[experts, out, in]``, whose values are all 0."""
+    (*experts, out_features, in_features), count = shape, cast_of(num_planes).num_planes
+    planes = torch.zeros(*experts, count, out_features, in_features // 8, dtype=torch.uint8, device=device)
     groups = in_features // (group_size or default_group(num_planes))
-    scale = torch.ones(out_features, groups, dtype=torch.float16, device=device)
+    scale = torch.ones(*experts, out_features, groups, dtype=torch.float16, device=device)
     zero = zeros_doubled(count)[0]
     zero += zero % 2  # twice a code
     for place in range(count):
         if zero >> (count - place) & 1:
-            planes[place] = 0xFF
-    return PlanesParts(planes, scale, torch.full((1,), zero, dtype=torch.int32, device=device))
+            planes[..., place, :, :] = 0xFF
+    return PlanesParts(planes, scale, torch.full((*experts, 1), zero, dtype=torch.int32, device=device))
 
 
 def _group(num_planes: int | str = 8, group_size: int | None = None, **options: Any) -> int:
@@ -115,5 +115,6 @@ FORMAT = Format(
     ),
     casts=tuple([CastWord(word, {"num_planes": word, "group_size": CAST_GROUP}) for word in CASTS]),
     reads_part=True,
+    experts=True,
     stays_whole=True,
 )

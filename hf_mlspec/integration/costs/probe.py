@@ -30,6 +30,8 @@ _FIRST_CHECK, _NEXT_CHECK = 2.0, 4.0  # age at which kept costs are timed again,
 _FIRST_CAPTURED = 60.0  # the same where passes are captured to be timed, which takes .2 seconds
 _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all time
 _CHECK_TOKENS = 1, 8  # of a pass: a step, and a check
+_WIDE_TOKENS = 32, 128  # of checks of many rows, timed where that is little, or where rounds were too short
+_CHECK_REPEATS = 2
 _AGAIN, _MOST_AGAIN = 0.3, 32  # of a budget, and tokens of a pass, where costs are measured anew: a call waits for it
 _SLOWER = 3  # times in a row that passes took longer, as of which costs were too low, and no load is the reason
 _BUILDING_SHARE = 0.05  # of what a process has taken may go to building levels whose costs are to be timed again
@@ -86,9 +88,12 @@ def costs_of(
     have shown that costs do not hold.
     """
     engines = [target, *levels]
-    unknown = [engine for engine in engines if _kept(engine, replayed) is None]
-    given = _given(target, profile) if unknown and profile is not None else {}
-    for engine in unknown:
+    # What is kept of a model goes when another thread clears it: a call holds what it found.
+    held = [_kept(engine, replayed) for engine in engines]
+    given = _given(target, profile) if None in held and profile is not None else {}
+    for place, engine in enumerate(engines):
+        if held[place] is not None:
+            continue
         found = given.get(model_of(engine, replayed)) if given else None
         found = found or _cached(engine, target, replayed)
         if found is None:
@@ -97,11 +102,12 @@ def costs_of(
             keep(engine, found, target, replayed)
         else:
             state_of(engine.model).costs[_state_key(engine, replayed)] = found
+        held[place] = found
     if target.can.bit_exact:  # other engines repeat themselves: their costs stay as they are
-        for engine in engines:
+        for engine, kept in zip(engines, held, strict=True):
             how = {"budget": _BUDGET / len(engines), "prepare": prepare, "replayed": replayed}
-            _check(engine, target, profile=profile, disproved=disproved, **how)
-    return [_kept(engine, replayed) for engine in engines]
+            _check(engine, target, _kept(engine, replayed) or kept, profile=profile, disproved=disproved, **how)
+    return [_kept(engine, replayed) or kept for engine, kept in zip(engines, held, strict=True)]
 
 
 def costs_of_hash(
@@ -134,23 +140,26 @@ def age_of(costs: PassCosts) -> float:
 
 
 def _check(
-    engine: Engine, target: Engine, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
+    engine: Engine, target: Engine, kept: PassCosts, *, budget: float, prepare: bool, replayed: bool, disproved: bool,
     profile: str | os.PathLike | None,
 ) -> None:  # fmt: skip
-    """Where it is due, time passes of few tokens; costs of which one turns out to be less are measured anew, and each
-    is the least that was ever measured. Where all take longer, time after time, they are measured anew, too, and what
-    was kept is forgotten."""
-    checks, key, kept = state_of(engine.model).checks, _state_key(engine, replayed), _kept(engine, replayed)
+    """Where it is due, time passes of few tokens, and of many where that is little or rounds have shown that kept
+    costs do not hold; those of which one turns out to be less are measured anew, and each is the least ever measured.
+    Where all take longer, time after time, they are measured anew, too, and what was kept is forgotten."""
+    checks, key = state_of(engine.model).checks, _state_key(engine, replayed)
     check = checks.get(key)
     if check is None:
         check = checks[key] = Check.of(kept, replayed, _are_told(profile))
+    anew = disproved and not check.disproved
     if disproved:
         check.disprove()
     if not is_due(check.due):
         return
     begin, how = monotonic(), {"prepare": prepare, "replayed": replayed}
-    again = measured(engine, budget=0.0, repeats=2, tokens=_CHECK_TOKENS, **how)
+    again = _timed_again(engine, kept, math.inf if anew else _CHECK_SHARE * check.wait, how)
     ratios = [one / kept.of(float(count)) for count, one in zip(again.tokens, again.seconds, strict=True)]
+    if again.attention and anew:
+        ratios.append(again.attention / kept.attention if kept.attention else 1.0)
     check.slower = [*check.slower, again] if min(ratios) > 1.0 / DISTURBED else []
     if min(ratios) < DISTURBED:
         few = [count for count in FEW_TOKENS if count <= _MOST_AGAIN]
@@ -163,6 +172,17 @@ def _check(
     elif not replayed:
         _hold(engine, kept, target, profile)
     check.again(monotonic() - begin)
+
+
+def _timed_again(engine: Engine, kept: PassCosts, share: float, how: dict[str, bool]) -> PassCosts:
+    """Passes of few tokens, and those of many that take no more than so many seconds. Without a bound also what
+    attention costs. Costs of many tokens may be wrong: a pass takes no more than several of fewer tokens."""
+    few, seconds = _CHECK_TOKENS[-1], kept.of(float(_CHECK_TOKENS[-1]))
+    takes = {count: _CHECK_PASSES * min(kept.of(float(count)), count / few * seconds) for count in _WIDE_TOKENS}
+    wide = [count for count in _WIDE_TOKENS if count <= kept.tokens[-1] and takes[count] <= share]
+    budget = sum(takes[count] for count in wide)
+    return measured(engine, budget=budget, repeats=_CHECK_REPEATS, tokens=(*_CHECK_TOKENS, *wide),
+                    long=math.isinf(share), **how)  # fmt: skip
 
 
 def _are_told(profile: str | os.PathLike | None) -> bool:
@@ -199,11 +219,12 @@ def measured(
     tokens: Sequence[int] = FEW_TOKENS,
     prepare: bool = True,
     step: Callable[[], None] = lambda: None,
+    long: bool = True,
     replayed: bool = False,
 ) -> PassCosts:
     """Time forward passes of this engine's model, in a cache that is freed again. See `speculation.costs.measure`.
 
-    replayed: as they are inside captured rounds; the engine must be one that can be captured.
+    long: the cost of attention, too. replayed: as they are inside captured rounds; the engine must be one that can be.
     """
     options = {"name": engine.name, "prepare": prepare, "num_positions": engine.max_positions}
     own = engine.trial() if isinstance(engine, HeadEngine) else engine_of(engine.model, **options, required=False)
@@ -223,7 +244,7 @@ def measured(
             torch.cuda.synchronize(device)
 
     most = own.max_positions or 2 * LONG
-    how = {"budget": budget, "repeats": repeats, "step": step, "long": most > LONG + TOKENS[-1]}
+    how = {"budget": budget, "repeats": repeats, "step": step, "long": long and most > LONG + TOKENS[-1]}
     how["tokens"] = [count for count in tokens if count < most]
     with torch.inference_mode(), ragged_attention_on(models):
         if replayed:

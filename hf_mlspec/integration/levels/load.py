@@ -42,6 +42,21 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
     return model.to(device).eval(), read_tokenizer(path)
 
 
+def load_shared_lm(path: str, dtype: str, processes: int, device: str) -> tuple[Any, Any]:
+    """The same of a model that so many processes share by tensor parallelism: each of them has to call this, with its
+    place in torch's process group. device: "cpu" or "cuda", where each has a GPU of its own."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    require_folder(path)
+    from transformers.distributed import DistributedConfig
+
+    shared = DistributedConfig(tp_plan="auto", tp_size=processes)
+    model = read_model(path, DTYPES[dtype], distributed_config=shared)
+    if model.device.type != device:
+        raise ValueError(f"{processes} processes share {path!r} on {model.device}, and {device!r} was asked for")
+    return model.eval(), read_tokenizer(path)
+
+
 def require_device(device: str) -> None:
     """ValueError for one that this process cannot use."""
     try:

@@ -68,13 +68,15 @@ def tied_to_tables(model: PreTrainedModel) -> set[str]:
     return {name for name in names if isinstance(model.get_submodule(name), nn.Linear)}
 
 
-def plain_experts(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """Names of the modules of experts that a checkpoint holds as they are, not nested."""
+def plain_experts(model: PreTrainedModel, checkpoint: Checkpoint, part: str = "low") -> set[str]:
+    """Names of the modules of experts that a checkpoint holds as they are, not nested. part: of other formats, one
+    that experts in it have."""
     prefix = f"{model.base_model_prefix}."
     found = set()
     for name, module in model.named_modules():
         if is_experts(module):
-            keys = [f"{path}.down_proj_low" for path in (name, prefix + name, name.removeprefix(prefix))]
+            paths = name, prefix + name, name.removeprefix(prefix)
+            keys = [f"{path}.{key}_{part}" for path in paths for key in ("gate_up_proj", "up_proj", "down_proj")]
             found |= set() if any(key in checkpoint.tensors for key in keys) else {name}
     return found
 

@@ -15,9 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...nn.castable import has_dense_weight
+from ...nn.expert_kinds import experts_in
 from ...nn.expert_modules import ExpertModule, is_experts
-from ...nn.experts import PackedExperts
-from ...nn.nested_experts import NestedExperts
 from ...nn.packed import PackedLinear, PackedModule
 from ...nn.packed_formats import PACKINGS
 from ...nn.switch import PrecisionSwitch, switch_for
@@ -183,8 +182,7 @@ def _empty(
         if config.transform != NONE.word:
             packed.transform_(transform_named(config.transform))
     else:
-        kind = NestedExperts if config.weights == NestedExperts.format else PackedExperts
-        packed = kind.empty(module, config.weights, switch, name, **settings)
+        packed = experts_in(config.weights).empty(module, config.weights, switch, name, **settings)
     packed._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism: forward sees its own shard
     return packed.train(module.training)
 

@@ -24,6 +24,7 @@ from ...nn.castable import require_plain_inputs
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.nest import unnest
 from ...nn.packed import PackedLinear, PackedModule
+from ...nn.plane_experts import PlaneExperts
 from ...nn.transforms import NONE
 from ...routing.router import Router
 from ..dtype import dtype_named
@@ -163,6 +164,8 @@ class MLSpecQuantizer(PackedQuantizer):
         if self._nests:
             kept |= tied_to_tables(model)  # nested once they are loaded: on disk such a pair is one plain tensor
             kept |= plain_experts(model, checkpoint) if checkpoint is not None else set()
+        if config.weights == PlaneExperts.format and checkpoint is not None:  # earlier versions left experts dense
+            kept |= plain_experts(model, checkpoint, "planes")
         escapes = escapes_of(checkpoint) if checkpoint is not None else {}
         put_packed(model, config, kept, with_sources=False, escapes=escapes)
         if config.head_and_embedding:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import rename_source_key
 from ...checkpoints.layer import LayerPlan, Reader, ReadLayer, Stored, StoredLayer, require_tensor
 from ...formats import FORMATS, Parts
 from ...formats.weight import INPUT_DTYPES
+from ...nn.expert_kinds import experts_in
 from ...nn.expert_modules import ExpertModule, is_experts
 from ...nn.experts import PackedExperts
 from ...nn.switch import PrecisionSwitch
@@ -108,18 +109,19 @@ class SourceMixture(nn.Module):
         (module,) = self.dense
         if not self.choice.format:
             return module
-        return PackedExperts.empty(module, self.choice.format, None, self.name, **self.choice.options)
+        return experts_in(self.choice.format).empty(module, self.choice.format, None, self.name, **self.choice.options)
 
     def packed(self, switch: PrecisionSwitch) -> PackedExperts:
         """The packed module, read layer by layer on the CPU. Where it has a format."""
-        experts = PackedExperts(*self.dense, self.choice.format, switch, self.name, **self.choice.options)
+        kind = experts_in(self.choice.format)
+        experts = kind(*self.dense, self.choice.format, switch, self.name, **self.choice.options)
         for key in experts.names:
             whole = experts._zeros(key, torch.device("cpu"))
             for expert, first, layer in self._places(key):
                 rows = slice(first, first + layer.layer.out_features)
                 for stack, part in zip(whole, self._parts(layer), strict=True):
-                    if stack is not None:
-                        stack[expert, rows] = part
+                    if stack is not None:  # all but a zero point have a row for every output, the last axis but one
+                        (stack[expert] if stack.ndim == 2 else stack[expert][..., rows, :]).copy_(part)
             experts._register_parts(key, whole)
         return experts.train(self.training)
 
@@ -173,6 +175,8 @@ def _choose(layers: list[ExpertLayer]) -> Choice:
             return Choice("", {}, f"{name} is {plan.read_as}, {first.layer.name} {first.read_as}")
         if not FORMATS[plan.format].experts:
             return Choice("", {}, f"{FORMATS[plan.format].title} hold no experts, as {name} would be")
+        if plan.format == "planes" and plan.options != first.options:
+            return Choice("", {}, f"{name} is {plan.read_as}, {first.layer.name} {first.read_as}")
     if first.format != "int4":
         return Choice(first.format, first.options)
     sizes = min(plan.options["group_size"] for plan in plans)

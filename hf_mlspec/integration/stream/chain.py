@@ -21,11 +21,13 @@ _SETTINGS = "stream"  # what is learned of a chain here is kept apart from that 
 
 def chain_of(
     model: PreTrainedModel, tokenizer: Any, config: SpeculationConfig, rules: list[RowRule], levels: list,
-    tokenizers: list | None,
+    tokenizers: list | None, whole: bool = False,
 ) -> Chain:  # fmt: skip
     """The chain of these levels. Where they are known, it has the target alone until they are worth it; in captured
-    rounds it has all of them. rules: of the rows, see `RowWiring`."""
-    given = given_of(levels, tokenizers, tokenizer, config, _SETTINGS)
+    rounds, and where it is to be whole from the beginning, it has all of them:
+    then nobody's tokens wait until a level is built, and memory stays as it is. rules: of the rows, see `RowWiring`.
+    """
+    given = None if whole else given_of(levels, tokenizers, tokenizer, config, _SETTINGS)
     wiring = RowWiring(model, tokenizer, config, rules, FIRST_CAPACITY, given)
     resolved = partial(resolve, model, levels, tokenizers, config)
     return chain_without_levels(wiring, None, 0, resolved) or let_choose(wiring, resolved(), _SETTINGS)

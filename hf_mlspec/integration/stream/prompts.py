@@ -172,8 +172,12 @@ class LongPrompts:
         if not self._unkept or self.target.cache is None:  # captured rounds ended, and their caches with them
             self._unkept.clear()
             return
+        waiting, self._unkept = self._unkept, {}
         for number, row, place in zip(numbers, rows, places, strict=True):
-            if (count := self._unkept.pop(number, 0)) >= BLOCK:
+            count = waiting.get(number, 0)
+            if count + 1 == len(row):  # it had no round so far, and its prompt may be read by that
+                self._unkept[number] = count
+            elif count >= BLOCK:
                 self._keep(row[:count], self.target.cache.kv, place)
 
     @property

@@ -84,16 +84,16 @@ def stream_in_rounds(
     speculation_config: SpeculationConfig | dict | None, tokenizer, prefill_chunk: int | None,
     prefix_cache: int | str | None,
 ) -> Iterator[list[Completion | NewTokens]]:  # fmt: skip
-    """As `generate_stream(events=True)`, all that a round brings at once, and without texts."""
+    """As `generate_stream(events=True)`, all that a round brings at once, without texts. No level is built later."""
     made = _made(model, requests, max_batch, assistant_models, None, speculation_config, prefill_chunk, prefix_cache,
-                 tokenizer, {}, texts=False, events=True)  # fmt: skip
+                 tokenizer, {}, texts=False, events=True, whole=True)  # fmt: skip
     return made.rounds_told()
 
 
 def _made(
     model: PreTrainedModel, requests: Any, max_batch: Any, assistant_models: list | None,
     assistant_tokenizers: list | None, speculation_config: Any, prefill_chunk: Any, prefix_cache: Any, tokenizer: Any,
-    defaults: dict[str, Any], *, texts: bool, events: bool,
+    defaults: dict[str, Any], *, texts: bool, events: bool, whole: bool = False,
 ) -> _Stream:  # fmt: skip
     model = without_wrapper(model, "generate_stream")
     _check_call(model, requests, max_batch, tokenizer)
@@ -102,7 +102,7 @@ def _made(
     rules: list[RowRule] = []
     levels, config = [] if assistant_models is None else assistant_models, SpeculationConfig.of(speculation_config)
     with agreed(model):
-        chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers)
+        chain = chain_of(model, tokenizer, config, rules, levels, assistant_tokenizers, whole)
         prompts = LongPrompts(chain, model.device, chunk, budget)
     live: dict[int, Admitted] = {}
     telling = Telling(chain, live, tokenizer if texts else None, events)

@@ -62,6 +62,14 @@ def _check_linear(given: Operands) -> None:
 
 def _check_numbers(given: Operands, in_features: int, stored: int, total: int) -> None:
     """Of a weight of ``total`` planes whose tiles store the first ``stored``."""
+    require_planes(given, stored, total)
+    given.require_rows(in_features, given.out_features)
+
+
+def require_planes(given: Operands, stored: int, total: int | None = None) -> None:
+    """ValueError unless num_planes and zero_doubled are those of a weight of ``total`` planes, None: of those that its
+    tiles store."""
+    total = total or stored
     if not 1 <= given.num_planes <= stored:
         raise ValueError(
             f"{given.op}: num_planes is {given.num_planes}, the weight stores {stored}: choose 1 to {stored}"
@@ -72,7 +80,6 @@ def _check_numbers(given: Operands, in_features: int, stored: int, total: int) -
             f"{given.op}: zero_doubled is {given.zero_doubled}, twice a code of {total} planes is 0 to "
             f"{2 * (2**total - 1)}, and bfloat16 holds every level from {least} to {most}"
         )
-    given.require_rows(in_features, given.out_features)
 
 
 @operator(_check_linear, like_x)

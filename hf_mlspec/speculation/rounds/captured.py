@@ -21,7 +21,7 @@ from .chain import CapturedChain, bucket_of
 from .plan import too_long
 from .planning import Observed, Planning
 from .program import NOT_CHECKED, RoundProgram
-from .reading import Reading, by_length, kept_of
+from .reading import Reading, by_length
 from .report import tell, tell_steps, told
 from .rounds import NoRoom
 from .state import Noise
@@ -76,8 +76,8 @@ class CapturedRounds:
         self._ends, self._rooms = list(ends), [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.start(len(rows))
         self.places = by_length(rows, list(range(len(rows))))
-        self._join(rows, ends, numbers, self.places, [cached] * len(rows))
-        self._give(numbers, range(len(rows)))
+        held = self._join(rows, ends, numbers, self.places, [cached] * len(rows))
+        self._give(numbers, range(len(rows)), held)
         if self.planning is not None:
             self.planning.start(len(rows))
         if self.script is not None:
@@ -96,12 +96,12 @@ class CapturedRounds:
         taken = set(self.places)
         free = [place for place in range(self.bucket) if place not in taken]
         places = by_length(rows, free)
-        self._join(rows, ends, numbers, places, [0] * len(rows))
+        held = self._join(rows, ends, numbers, places, [0] * len(rows))
         self.places += places
         self._ends += ends
         self._rooms += [end - len(row) for row, end in zip(rows, ends, strict=True)]
         self.reading.admit(len(rows))
-        self._give(numbers, range(len(self.places) - len(rows), len(self.places)))
+        self._give(numbers, range(len(self.places) - len(rows), len(self.places)), held)
         if self._reported is not None:
             self._reported += [None] * len(rows)
         if self._planned:
@@ -111,8 +111,8 @@ class CapturedRounds:
         """Prefill rows in the places of others; the target keeps what they have in common (invariant 3)."""
         self._end_round()
         self._make_room_for(len(self.places), max(map(len, rows)))
-        kept = kept_of(self.chain.levels[0], common, rows)
-        self._join(rows, ends, numbers, [self.places[r] for r in places], kept)
+        kept = self.reading.kept(places, common, rows)
+        held = self._join(rows, ends, numbers, [self.places[r] for r in places], kept)
         for r, row, end in zip(places, rows, ends, strict=True):
             self._ends[r], self._rooms[r] = end, end - len(row)
             self.reading.replace(r)
@@ -120,12 +120,12 @@ class CapturedRounds:
                 self._reported[r] = None
             if self._planned:
                 self.planning.replace(r)
-        self._give(numbers, places)
+        self._give(numbers, places, held)
 
-    def _give(self, numbers: list[int], rows: Sequence[int]) -> None:
-        """Levels get what was read of rows that join."""
-        for number, r in zip(numbers, rows, strict=True):
-            self.reading.give(self.begun, number, r, self.places[r])
+    def _give(self, numbers: list[int], rows: Sequence[int], held: list[int]) -> None:
+        """Levels get what was read of rows that join; held: what the target has."""
+        for number, r, have in zip(numbers, rows, held, strict=True):
+            self.reading.give(self.begun, number, r, self.places[r], have)
 
     def select(self, keep: list[int]) -> None:
         """Go on with these rows; where half of the places would be idle, rows move to the first ones."""
@@ -188,8 +188,8 @@ class CapturedRounds:
 
     def _launch(self, rows: Rows, behind: bool = False) -> None:
         """Start a round of these rows. behind: right behind another one."""
-        self.program = self._chosen(rows)
-        late = self.reading.catch_up(self.program, rows, self.places)
+        program, capture = self._chosen(rows), None if behind else self._captured
+        self.program, late = self.reading.opened(program, rows, self.places, self.bucket, capture)
         self._direct = behind and not late and self.chain.graphs.has(self.program, self.bucket)
         self.chain.graphs.launch(self.program, self.bucket)
         self.steps.launched()
@@ -237,19 +237,20 @@ class CapturedRounds:
         rooms = [max(end - n - 1, 0) for end, n in zip(self._ends, lengths, strict=True)]
         return Situation(rooms, sum(lengths) / len(rows), self.reading.missing(lengths, self.program))
 
-    def _join(self, rows: Rows, ends: list[int], numbers: list[int], places: list[int], cached: list[int]) -> None:
-        """Load rows into their places, where the target's cache holds `cached` tokens of each; levels read later."""
+    def _join(
+        self, rows: Rows, ends: list[int], numbers: list[int], places: list[int], cached: list[int]
+    ) -> list[int]:  # fmt: skip
+        """Load rows into their places, where the target's cache holds `cached` tokens; -> those it holds now."""
         if not rows:
-            return
-        order = sorted(range(len(rows)), key=places.__getitem__)
-        at, lines = [places[r] for r in order], [rows[r] for r in order]
-        until = [min(ends[r], self.chain.slots) for r in order]
-        self.chain.state.load(at, lines, until, [self.noise(numbers[r]) for r in order])
-        held = [put(self.begun, self.target.runner, numbers[r], places[r], cached[r]) for r in order]
+            return []
+        until = [min(end, self.chain.slots) for end in ends]
+        self.chain.state.load(places, rows, until, list(map(self.noise, numbers)))
+        have = zip(numbers, places, cached, strict=True)
+        held = [put(self.begun, self.target.runner, number, place, count) for number, place, count in have]
         self.target.runner.settled = [None] * len(self.places)  # rounds move states, and the host does not see it
-        beside = [numbers[r] in self.begun and have == len(rows[r]) - 1 for r, have in zip(order, held, strict=True)]
+        beside = [numbers[r] in self.begun and count == len(rows[r]) - 1 for r, count in enumerate(held)]
         self.steps.join(len(rows), any(beside))
-        self.chain.read(self.chain.levels[0], at, [row[:-1] for row in lines], held)
+        return held
 
     def _end(self, r: int) -> int:
         """The length row r may reach in the chain as it is now."""
@@ -299,7 +300,7 @@ class CapturedRounds:
             if not out_of_memory(error):
                 raise
             told = {self.chain.program: "graphs of more rows are used", self.chain.single: "whole rounds are run"}
-            used = told.get(program, "the target goes on alone")
+            used = "prompts are read before" if program.lead > 1 else told.get(program, "the target goes on alone")
             say_once(self.target.runner.model, f"rounds of {bucket} rows are not captured, not enough memory: {used}")
             return False
         return True
@@ -342,7 +343,7 @@ class CapturedRounds:
         for place, index in enumerate(program.active, start=1):
             self.drafters[index].stats.rounds += program.drafts(place)
             self.drafters[index].stats.forwards += program.forwards(place)
-        if self._planned:
+        if self._planned and program.lead == 1:  # one that reads says nothing of others
             took = self.chain.graphs.round_seconds, self.planning.own_idle(self.chain.graphs.idle), program.steps
             gained = [len(line) - 1 for line in report.tokens]
             self._observed = Observed(self.planning.running, self.bucket, asked, self.drafted, gained, inner, *took)

@@ -84,7 +84,8 @@ class RoundProgram:
     float32 logits ``[n, vocab]`` before, None for nothing; divided: they are divided by temperatures of rows. most:
     for each level below the target what its own `most` says otherwise. active: the numbers of those levels in their
     chain, 0 for the one below the target. steps: tokens of a round of the target alone. draft_window: of all levels
-    below the target, where they have none of their own.
+    below the target, where they have none of their own. lead: tokens of a row, its last ones, that the target's first
+    step is fed, where it is alone; more than one: those that its cache lacks are among them.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class RoundProgram:
         active: Sequence[int] | None = None,
         steps: int = UNROLLED,
         draft_window: int = 0,
+        lead: int = 1,
     ):
-        self.levels, self.sampled, self.warp, self.divided = levels, sampled, warp, divided
+        self.levels, self.sampled, self.warp, self.divided, self.lead = levels, sampled, warp, divided, lead
         self.most = [1, *([level.most for level in levels[1:]] if most is None else most)]
         self.active = tuple(range(len(levels) - 1) if active is None else active)
         # Of each level; a lookup reads no cache.
@@ -216,6 +218,8 @@ class RoundProgram:
 
     def _lead(self, index: int, since: int) -> int:
         """Accepted tokens a level is fed: the last, and one more for each level that checked it since."""
+        if index == 0:
+            return self.lead
         return index - since + 1 if self.levels[index].own_cache else 1
 
     def _forward(

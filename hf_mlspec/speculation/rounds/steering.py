@@ -14,7 +14,7 @@ from ..controller import Controller
 from ..deferred import Deferred, Kind, inside
 from ..draft import Drafter, Rows
 from ..drafters.checked import CheckedDrafter
-from ..memory import Openings, alike
+from ..openings import Openings, alike
 from ..plans import Plan, Situation
 from ..search import Choice
 from ..stats import SpeculationStats
@@ -57,8 +57,8 @@ class Steering:
         self._read: list[list[int]] = []  # per level the tokens of every row that it has read, in the target's tokens
         self._lengths: list[int] = []  # of the rows when the round began
         self.controller: Controller | None = None
-        self.failed = False
-        self._usual = False
+        self.failed = self._usual = False
+        self._doubts = False  # what the call began with brings less than expected, and was not chosen again
         self._resting = False  # the last round was of "off", as the coming ones are until there is another choice:
         self._rested = _NO_REST  # how many were not told of yet, their tokens and seconds, and those within limits
         self._off_seconds = 0.0  # expected of each
@@ -160,6 +160,8 @@ class Steering:
     def end(self) -> None:
         """The call ends: let memory know of its rounds, or where it made no controller the next one's."""
         self.settle()
+        if self._doubts:
+            self.openings.doubt(self._like)
         if self.controller is not None:
             self.controller.settle()
         elif self._first is not None and self._early:
@@ -215,8 +217,7 @@ class Steering:
                 least = min(int(self.openings.choosing_seconds / (_CHOOSING * expected)), _MOST_ROUNDS)
                 self._rounds = least * self.openings.patience(self._like)
                 self._lengths = list(map(len, rows))
-                there = self._set()
-                self._usual = there and max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
+                self._usual = self._set() and max(self._unread_by(self._first, rows), self._unread(rows)) <= _LATE
         self._rounds -= 1
         return self._first is not None and self._rounds >= 0
 
@@ -226,8 +227,7 @@ class Steering:
             taken = min(max(seconds, 0.5 * choice.forecast.seconds), 2.0 * choice.forecast.seconds)
             self._lost = choice.forecast.lost(self._lost, tokens, taken)
             if choice.forecast.surprises(self._lost, self.openings.choosing_seconds):
-                self._rounds = 0
-                self.openings.doubt(self._like)
+                self._rounds, self._doubts = 0, True
 
     def _choose(self, rows: Rows, rooms: list[int]) -> None:
         """What the coming rounds are to be; the levels are set to draft so."""
@@ -243,7 +243,7 @@ class Steering:
                 best = controller.best_of(situation) if controller.choice.trial else controller.choice
                 self.openings.learn(self._like, replace(best, switched=False), seconds)
             elif not controller.choice.trial:
-                self.openings.agree(self._like, controller.choice)
+                self._doubts &= not self.openings.agree(self._like, controller.choice)
             self._making = 0.0
         there = self._set() and any(rooms)
         self._usual = there and max(self._unread_by(controller.choice, rows), self._unread(rows)) <= _LATE

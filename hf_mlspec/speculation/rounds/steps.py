@@ -43,7 +43,9 @@ class Steps:
 
     def ended(self, program: RoundProgram) -> None:
         """The round under way, of this program, has ended."""
-        self.chain.step_seconds, self._since = self.chain.graphs.round_seconds / program.steps, perf_counter()
+        if program.lead == 1:  # else it read, too
+            self.chain.step_seconds = self.chain.graphs.round_seconds / program.steps
+        self._since = perf_counter()
 
     def wanted(self, program: RoundProgram, left: int, rows: int) -> RoundProgram:
         """The program, or a single step, captured or not. left: the most tokens that a row may gain; rows: that run.

@@ -203,6 +203,16 @@ class DecoderObject : public torch::CustomClassHolder {
     hold(codebook), hold_parts(parts), hold_some(bias, std::nullopt);
   }
 
+  // The same for bit-planes: plane_expert_linears in decoder_experts.h; num_planes as of set_planes.
+  void set_plane_experts(const std::string& name, int64_t in, int64_t out, const Tensor& plane_tiles, const Tensor& scale_tiles,
+                         const MaybeTensor& bias, int64_t group, int64_t zero_doubled, int64_t num_planes) {
+    mlspec::check_expert_place(name, decoder_.shape.hidden, in, out);
+    mlspec::Experts& experts = newest_experts(name);
+    (name == "up" ? experts.up : experts.down) = mlspec::plane_expert_linears(
+        "experts' " + name, experts.count, in, out, plane_tiles, scale_tiles, bias, group, zero_doubled, num_planes);
+    hold(plane_tiles), hold(scale_tiles), hold_some(bias, std::nullopt);
+  }
+
   // name: q, k, v, o, gate, up, down of the newest layer, delta_* of a gated delta net, shared_gate, _up, _down of its experts, or head. format: WeightFormat.
   void set_linear(const std::string& name, int64_t format, int64_t in, int64_t out, const Tensor& weight,
                   const MaybeTensor& scale, const MaybeTensor& zero, const MaybeTensor& bias, int64_t group, int64_t bits) {
@@ -603,6 +613,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("set_pairs", &DecoderObject::set_pairs)
       .def("set_experts", &DecoderObject::set_experts)
       .def("set_nested_experts", &DecoderObject::set_nested_experts)
+      .def("set_plane_experts", &DecoderObject::set_plane_experts)
       .def("set_linear", &DecoderObject::set_linear)
       .def("set_nested", &DecoderObject::set_nested)
       .def("set_planes", &DecoderObject::set_planes)

@@ -107,6 +107,25 @@ inline std::vector<Linear> nested_expert_linears(const std::string& name, int64_
   return linears;
 }
 
+// The same from plane_tiles [experts, stored planes, tiles, in / 32, 64] and scale_tiles [experts, tiles, in / group, 16], of which
+// num_planes are read where a call does not say.
+inline std::vector<Linear> plane_expert_linears(const std::string& name, int64_t count, int64_t in, int64_t out, const at::Tensor& planes,
+                                                const at::Tensor& scale, const std::optional<at::Tensor>& bias, int64_t group,
+                                                int64_t zero_doubled, int64_t num_planes) {
+  TORCH_CHECK_VALUE(planes.dim() == 5 && planes.size(0) == count && scale.dim() == 4 && scale.size(0) == count, name,
+                    " holds bit-planes of shape ", planes.sizes(), " and scales of ", scale.sizes(), ", expected ", count, " experts");
+  if (bias) check_plain(*bias, name + ".bias", at::kFloat, {count, out});
+  std::vector<Linear> linears(count);
+  for (int64_t expert = 0; expert < count; ++expert) {
+    const std::string what = name + " of expert " + std::to_string(expert);
+    linears[expert] = planes_linear(what, planes.select(0, expert), scale.select(0, expert), in, out, group, zero_doubled);
+    linears[expert].own = {num_planes, 16};
+    check_bits(linears[expert], linears[expert].own, what + ": ");
+    if (bias) linears[expert].bias = bias->const_data_ptr<float>() + expert * out;
+  }
+  return linears;
+}
+
 inline Linear& shared_linear(Experts& experts, const std::string& name) {
   if (name == "shared_gate") return experts.shared_gate;
   TORCH_CHECK_VALUE(name == "shared_up" || name == "shared_down", "a layer has no linear ", name);

@@ -127,7 +127,7 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
   check_vector(op, "plan", plan, pairs + 3 * mlspec_cuda_most_items(pairs, count), "x", x);
   mlspec_cuda_expert_linear args{};
   args.plan = plan.const_data_ptr<int32_t>();
-  args.num_pairs = pairs, args.num_experts = count;
+  args.num_pairs = pairs, args.num_experts = count, args.most_rows = experts.size(0);
   args.linear.tiles = weight.const_data_ptr();
   args.linear.num_tokens = x.size(0), args.linear.in_features = in;
   args.linear.activation_bits = 16;
@@ -174,6 +174,7 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
   if (a.activation_bits != 16) codes = quantized(call, rows, a.group_size, a.activation_bits, a);
   a.out = y.mutable_data_ptr();
   a.overlap = call.overlap(), a.stream = call.stream();
+  args.copy_engine = hopper_serves(call.capability());
   call.check(kernel(&args));
   return y;
 }
@@ -261,6 +262,38 @@ Tensor nested_expert_rows(const Tensor& x, const Tensor& draft_tiles, const Tens
   return multiply_rows(op, mlspec_cuda_nested_experts, args, x, bias, {slope, limit, activation});
 }
 
+// plane_tiles [experts, pairs, chunks, bytes], scale_tiles [experts, 0, in / group, 16].
+Tensor plane_expert_rows(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, const Maybe& bias, const Tensor& experts,
+                         const Tensor& plan, int64_t out_features, int64_t group_size, int64_t zero_doubled, int64_t num_planes,
+                         double slope, double limit, int64_t activation) {
+  constexpr const char* op = "plane_expert_rows";
+  check_one_of(op, "group_size", group_size, kGroupSizes);
+  TORCH_CHECK_VALUE(plane_tiles.dim() == 4 && scale_tiles.dim() == 4, op, ": plane_tiles has shape ", plane_tiles.sizes(),
+                    " and scale_tiles ", scale_tiles.sizes(), ", expected 4 axes from prepack_planes on a GPU, experts first");
+  const int64_t count = plane_tiles.size(0), in = scale_tiles.size(2) * group_size;
+  const int64_t pairs = round_up(std::max<int64_t>(out_features, 0), kPairOutputs) / kPairOutputs;
+  const int64_t chunks = round_up(in, kPairInputs) / kPairInputs, scales = kPairOutputs * (kPairInputs / group_size) * 2;
+  const int64_t bytes = plane_tiles.size(3), stored = (bytes - scales) / gpu_tiles::kPairPlaneBytes;
+  TORCH_CHECK_VALUE((bytes - scales) % gpu_tiles::kPairPlaneBytes == 0 && 1 <= stored && stored <= kMaxPlanes, op,
+                    ": plane_tiles has shape ", plane_tiles.sizes(), ", expected ", scales, " + 1 to ", kMaxPlanes, " times ",
+                    +gpu_tiles::kPairPlaneBytes, " bytes of two tiles in groups of ", group_size);
+  check_part(op, "plane_tiles", plane_tiles, at::kByte, {count, pairs, chunks, bytes}, "x", x);
+  check_part(op, "scale_tiles", scale_tiles, at::kHalf, {count, 0, scale_tiles.size(2), 16}, "x", x);
+  TORCH_CHECK_VALUE(1 <= num_planes && num_planes <= stored, op, ": num_planes is ", num_planes, ", the weight stores ", stored,
+                    ": choose 1 to ", stored);
+  const int64_t least_zero = stored == kMaxPlanes ? 254 : 0;
+  TORCH_CHECK_VALUE(least_zero <= zero_doubled && zero_doubled <= 256, op, ": zero_doubled is ", zero_doubled, ", of ", stored,
+                    " planes it must be ", least_zero, " to 256, else weights are not exact in bfloat16");
+  mlspec_cuda_expert_linear args = check_rows(op, x, plane_tiles, in, experts, plan);
+  args.linear.out_features = out_features;
+  args.linear.group_size = static_cast<int32_t>(group_size);
+  args.linear.tile_stride = static_cast<int32_t>(bytes / 2);
+  args.linear.zero_doubled = static_cast<int32_t>(zero_doubled);
+  args.linear.num_planes = static_cast<int32_t>(num_planes);
+  args.bytes_of_expert = pairs * chunks * bytes;
+  return multiply_rows(op, mlspec_cuda_plane_experts, args, x, bias, {slope, limit, activation});
+}
+
 // All but y.
 mlspec_cuda_weighted check_weighted(const char* op, const Tensor& rows, const Tensor& weights, const Maybe& shared) {
   check_bf16(op, "rows", rows);
@@ -321,6 +354,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_expert_rows", mxfp4_expert_rows);
   m.impl("int4_expert_rows", int4_expert_rows);
   m.impl("nested_expert_rows", nested_expert_rows);
+  m.impl("plane_expert_rows", plane_expert_rows);
   m.impl("weighted_rows", weighted_rows);
   m.impl("weighted_norm_rows", weighted_norm_rows);
 }

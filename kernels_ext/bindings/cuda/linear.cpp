@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "linear.h"
+#include "low_rank.h"
 #include "../../cuda/portable/portable_linear.h"
 
 #define MLSPEC_TEXT_OF(value) #value
@@ -58,29 +59,35 @@ Tensor room_for_sums(const LinearWeight& weight, const Tensor& x) {
 
 namespace mlspec {
 
+CodesRoom room_for_codes(const CudaCall& call, const Tensor& like, int64_t rows, int64_t in, const CodesOf& how) {
+  const int64_t stride = round_up(rows, 4);
+  CodesRoom room;
+  room.codes = at::empty({rows, in}, like.options().dtype(at::kChar));
+  room.scales = at::empty({round_up(in, kPairInputs) / how.group_size, stride}, like.options().dtype(at::kFloat));
+  mlspec_cuda_quantize& args = room.args;
+  args.codes = room.codes.mutable_data_ptr();
+  args.scales = room.scales.mutable_data_ptr<float>();
+  args.num_tokens = rows;
+  args.in_features = in;
+  args.scale_stride = stride;
+  args.group_size = static_cast<int32_t>(how.group_size);
+  args.bits = static_cast<int32_t>(how.bits);
+  args.outliers = static_cast<int32_t>(how.outliers);
+  args.clip = static_cast<float>(how.clip);
+  args.for_linear = 1;
+  args.overlap = call.overlap();
+  args.stream = call.stream();
+  return room;
+}
+
 std::tuple<Tensor, Tensor> quantized(const CudaCall& call, const Tensor& x, int64_t group, int64_t bits, mlspec_cuda_linear& args) {
-  const int64_t rows = x.size(0), in = x.size(1);
-  args.x_scale_stride = round_up(rows, 4);
-  const Tensor codes = at::empty({rows, in}, x.options().dtype(at::kChar));
-  const Tensor scales = at::empty({round_up(in, kPairInputs) / group, args.x_scale_stride}, x.options().dtype(at::kFloat));
-  mlspec_cuda_quantize quantize{};
-  quantize.x = x.const_data_ptr();
-  quantize.codes = codes.mutable_data_ptr();
-  quantize.scales = scales.mutable_data_ptr<float>();
-  quantize.num_tokens = rows;
-  quantize.in_features = in;
-  quantize.scale_stride = args.x_scale_stride;
-  quantize.group_size = static_cast<int32_t>(group);
-  quantize.bits = static_cast<int32_t>(bits);
-  quantize.outliers = args.outliers;
-  quantize.clip = args.activation_clip;
-  quantize.for_linear = 1;
-  quantize.overlap = call.overlap();
-  quantize.stream = call.stream();
-  call.check(mlspec_cuda_quantize_rows(&quantize));
-  args.x = quantize.codes;
-  args.x_scales = quantize.scales;
-  return {codes, scales};
+  CodesRoom room = room_for_codes(call, x, x.size(0), x.size(1), {group, bits, args.outliers, args.activation_clip});
+  room.args.x = x.const_data_ptr();
+  call.check(mlspec_cuda_quantize_rows(&room.args));
+  args.x_scale_stride = room.args.scale_stride;
+  args.x = room.args.codes;
+  args.x_scales = room.args.scales;
+  return {room.codes, room.scales};
 }
 
 void check_linear_x(const char* op, const Tensor& x, const char* weight_name, const Tensor& weight, int64_t in, const Maybe& bias,
@@ -94,6 +101,26 @@ void check_linear_x(const char* op, const Tensor& x, const char* weight_name, co
   check_device(op, "bias", *bias, "x", x);
 }
 
+namespace {
+
+// args.x is there; y [tokens, out] in bfloat16 or float32.
+void enqueue(const CudaCall& call, LinearWeight& weight, const Maybe& bias, const Tensor& y) {
+  mlspec_cuda_linear& args = weight.args;
+  const bool bias_is_bf16 = bias && bias->scalar_type() == at::kBFloat16;
+  const Tensor own_bias = !bias ? Tensor() : bias_is_bf16 ? bias->contiguous() : bias->to(at::kFloat).contiguous();
+  args.bias = bias ? own_bias.const_data_ptr() : nullptr;
+  args.bias_is_float32 = !bias_is_bf16;
+  args.out = y.mutable_data_ptr();
+  args.overlap = weight.may_overlap && call.overlap();
+  args.stream = call.stream();
+  const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
+  const Tensor partial = hopper ? room_for_sums(weight, y) : Tensor();
+  if (partial.defined()) args.partial = partial.mutable_data_ptr();
+  call.check((hopper ? weight.hopper : weight.portable)(&args));
+}
+
+}  // namespace
+
 Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, const Maybe& bias) {
   mlspec_cuda_linear& args = weight.args;
   const int64_t in = args.in_features - args.outliers, out = args.out_features;
@@ -104,21 +131,11 @@ Tensor multiply(const CudaCall& call, LinearWeight weight, const Tensor& x, cons
   if (y.numel() == 0) return y.to(result);
   if (in == 0) return (bias ? y.copy_(bias->expand(shape)) : y.zero_()).to(result);
   const Tensor rows = bf16_rows(x, in);
-  const bool bias_is_bf16 = bias && bias->scalar_type() == at::kBFloat16;
-  const Tensor own_bias = !bias ? Tensor() : bias_is_bf16 ? bias->contiguous() : bias->to(at::kFloat).contiguous();
   std::tuple<Tensor, Tensor> codes;
   args.num_tokens = rows.size(0);
   args.x = rows.const_data_ptr();
   if (args.activation_bits != 16) codes = quantized(call, rows, args.group_size, args.activation_bits, args);
-  args.bias = bias ? own_bias.const_data_ptr() : nullptr;
-  args.bias_is_float32 = !bias_is_bf16;
-  args.out = y.mutable_data_ptr();
-  args.overlap = weight.may_overlap && call.overlap();
-  args.stream = call.stream();
-  const bool hopper = weight.fits_hopper && hopper_serves(call.capability());
-  const Tensor partial = hopper ? room_for_sums(weight, x) : Tensor();
-  if (partial.defined()) args.partial = partial.mutable_data_ptr();
-  call.check((hopper ? weight.hopper : weight.portable)(&args));
+  enqueue(call, weight, bias, y);
   return y.to(result);
 }
 
@@ -189,6 +206,44 @@ Tensor int4_sums(const Tensor& x, const Tensor& weight_tiles, const Tensor& scal
   return int4_product("int4_sums", x, weight_tiles, scale_tiles, zero_tiles, out_features, {}, group_size, activation_bits, 1.0, true);
 }
 
+// codes [n, in] and scales as mlspec_cuda_quantize_rows writes them for a linear.
+Tensor int4_codes_linear(const Tensor& codes, const Tensor& scales, const Tensor& weight_tiles, const Tensor& scale_tiles,
+                         const Maybe& zero_tiles, int64_t out_features, const Maybe& bias, int64_t group_size, int64_t outliers) {
+  constexpr const char* op = "int4_codes_linear";
+  check_one_of(op, "group_size", group_size, kGroupSizes);
+  check_one_of(op, "outliers", outliers, {0, kOutliers});
+  mlspec_cuda_linear args = check_tiles(op, weight_tiles, scale_tiles, out_features, group_size, zero_tiles ? 3 : 2);
+  const int64_t groups[] = {0, scale_tiles.size(1), 16}, in = args.in_features - outliers;
+  check_part(op, "scale_tiles", scale_tiles, at::kHalf, groups, "weight_tiles", weight_tiles);
+  if (zero_tiles) check_part(op, "zero_tiles", *zero_tiles, at::kByte, groups, "weight_tiles", weight_tiles);
+  args.has_zeros = zero_tiles.has_value();
+  args.outliers = static_cast<int32_t>(outliers);
+  if (const char* problem = mlspec_cuda_problem_of_outliers(&args)) TORCH_CHECK_VALUE(false, op, ": ", problem);
+  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.size(1) == in, op, ": codes has shape ", codes.sizes(), ", the weight takes in_features = ",
+                    in);
+  const int64_t n = codes.size(0);
+  check_part(op, "codes", codes, at::kChar, {n, in}, "weight_tiles", weight_tiles);
+  check_part(op, "scales", scales, at::kFloat, {round_up(in, kPairInputs) / group_size, round_up(n, 4)}, "weight_tiles", weight_tiles);
+  if (bias) {
+    float_dtype(op, "bias", *bias);
+    check_shape(op, "bias", *bias, {out_features});
+    check_device(op, "bias", *bias, "codes", codes);
+  }
+  const CudaCall call(op, codes);
+  const Tensor y = at::empty({n, out_features}, codes.options().dtype(at::kBFloat16));
+  if (y.numel() == 0) return y;
+  if (in == 0) return bias ? y.copy_(bias->expand(y.sizes())) : y.zero_();
+  args.activation_bits = 8;  // of codes, of whichever bits
+  args.activation_clip = 1;
+  args.num_tokens = n;
+  args.x = codes.const_data_ptr();
+  args.x_scales = scales.const_data_ptr<float>();
+  args.x_scale_stride = scales.size(1);
+  LinearWeight weight{op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true};
+  enqueue(call, weight, bias, y);
+  return y;
+}
+
 // The tiles have two groups for the int8 columns of kOutliers inputs: the high nibbles of all, then the low ones.
 Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tensor& scale_tiles, int64_t out_features,
                         const Maybe& bias, int64_t activation_bits, double activation_clip) {
@@ -207,7 +262,7 @@ Tensor int4_int8_linear(const Tensor& x, const Tensor& weight_tiles, const Tenso
   return multiply(CudaCall(op, x), {op, args, kHopperInt4, mlspec_cuda_portable_int4_linear, true}, x, bias);
 }
 
-Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
+LinearWeight dense_weight(const char* op, const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t outputs_of_weight) {
   TORCH_CHECK_VALUE(weight.dim() == 2, op, ": weight has shape ", weight.sizes(), ", expected [out, in]");
   check_part(op, "weight", weight, at::kBFloat16, weight.sizes(), "weight", weight, 2);
   check_linear_x(op, x, "weight", weight, weight.size(1), bias, weight.size(0));
@@ -218,17 +273,39 @@ Tensor dense_linear(const char* op, const Tensor& x, const Tensor& weight, const
   args.outputs_of_weight = outputs_of_weight;
   args.activation_bits = 16;
   const bool fits_hopper = weight.size(1) % 8 == 0 && is_aligned(weight);  // rows of the copy engine
-  return multiply(CudaCall(op, x), {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper}, x, bias);
+  return {op, args, kHopperBf16, mlspec_cuda_portable_bf16_linear, fits_hopper};
 }
 
 Tensor bf16_linear(const Tensor& x, const Tensor& weight, const Maybe& bias) {
-  return dense_linear("bf16_linear", x, weight, bias, 0);
+  constexpr const char* op = "bf16_linear";
+  return multiply(CudaCall(op, x), dense_weight(op, x, weight, bias, 0), x, bias);
+}
+
+// With few tokens in one kernel, on Hopper; else in two, with the same bits.
+Tensor adapted_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, const Tensor& between, const Tensor& up,
+                      const Tensor& first) {
+  constexpr const char* op = "adapted_linear";
+  check_dtype(op, "x", x, at::kBFloat16);
+  TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, in]");
+  LinearWeight checked = dense_weight(op, x, weight, bias, 0);
+  check_low_rank(op, between, up, first, x.size(0), weight.size(0), "x", x);
+  const CudaCall call(op, x);
+  const bool one_kernel = checked.fits_hopper && checked.hopper && hopper_serves(call.capability()) && weight.size(1) > 0 &&
+                          x.size(0) <= MLSPEC_CUDA_ADAPTED_TOKENS;
+  if (!one_kernel) return with_low_rank(call, multiply(call, checked, x, bias), between, up, first);
+  checked.args.between = between.const_data_ptr<float>();
+  checked.args.up = up.const_data_ptr<float>();
+  checked.args.first = first.const_data_ptr<int32_t>();
+  checked.args.low_ranks = between.size(1);
+  checked.args.low_rank = up.size(0);
+  return multiply(call, checked, x, bias);
 }
 
 Tensor bf16_rows_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, int64_t out_features) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && out_features >= weight.size(0), "bf16_rows_linear: out_features is ", out_features,
                     ", weight has shape ", weight.sizes(), ", expected some of its rows");
-  return dense_linear("bf16_rows_linear", x, weight, bias, out_features);
+  constexpr const char* op = "bf16_rows_linear";
+  return multiply(CudaCall(op, x), dense_weight(op, x, weight, bias, out_features), x, bias);
 }
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, int64_t group_size, int64_t bits, double activation_clip) {
@@ -271,7 +348,9 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("mxfp4_linear", mxfp4_linear);
   m.impl("int4_linear", int4_linear);
   m.impl("int4_sums", int4_sums);
+  m.impl("int4_codes_linear", int4_codes_linear);
   m.impl("int4_int8_linear", int4_int8_linear);
+  m.impl("adapted_linear", adapted_linear);
   m.impl("bf16_linear", bf16_linear);
   m.impl("bf16_rows_linear", bf16_rows_linear);
   m.impl("quantize_rows", quantize_rows);

@@ -29,6 +29,20 @@ struct LinearWeight {
 void check_linear_x(const char* op, const at::Tensor& x, const char* weight_name, const at::Tensor& weight, int64_t in,
                     const std::optional<at::Tensor>& bias, int64_t out);
 
+// How rows become integers.
+struct CodesOf {
+  int64_t group_size, bits, outliers;
+  double clip;
+};
+
+// codes int8 [rows, in] and scales float32 [in in whole pairs of tiles / group, rows up to a multiple of 4] for the integer kernels,
+// not written yet; args: what writes them, but for x.
+struct CodesRoom {
+  at::Tensor codes, scales;
+  mlspec_cuda_quantize args{};
+};
+CodesRoom room_for_codes(const CudaCall& call, const at::Tensor& like, int64_t rows, int64_t in, const CodesOf& how);
+
 // Codes and scales of x [rows, in] for the integer kernels, which `args` then reads; both live until the linear is enqueued.
 std::tuple<at::Tensor, at::Tensor> quantized(const CudaCall& call, const at::Tensor& x, int64_t group, int64_t bits,
                                              mlspec_cuda_linear& args);

@@ -5,31 +5,44 @@
 #include <tuple>
 #include <vector>
 
+#include "low_rank.h"
 #include "row_checks.h"
+
+namespace mlspec {
+
+void check_low_rank(const char* op, const Tensor& between, const Tensor& up, const Tensor& first, int64_t n, int64_t outputs,
+                    const char* x_name, const Tensor& x) {
+  TORCH_CHECK_VALUE(between.dim() == 2 && between.size(1) > 0, op, ": between has shape ", between.sizes(), ", expected [n, ranks]");
+  TORCH_CHECK_VALUE(up.dim() == 2 && up.size(0) > 0, op, ": up has shape ", up.sizes(), ", expected [rank, out]");
+  check_part(op, "between", between, at::kFloat, {n, between.size(1)}, x_name, x, 4);
+  check_part(op, "up", up, at::kFloat, {up.size(0), outputs}, x_name, x, 4);
+  check_vector(op, "first", first, outputs, x_name, x);
+}
+
+Tensor with_low_rank(const CudaCall& call, const Tensor& y, const Tensor& between, const Tensor& up, const Tensor& first) {
+  Tensor out = at::empty(y.sizes(), y.options());
+  if (out.numel() == 0) return out;
+  const Tensor base = dense(y);
+  const mlspec_cuda_low_rank_up args = {base.const_data_ptr(), between.const_data_ptr<float>(), up.const_data_ptr<float>(),
+                                        first.const_data_ptr<int32_t>(), out.mutable_data_ptr(), y.size(0), y.size(1),
+                                        between.size(1), up.size(0)};
+  const mlspec_cuda_row_launch launch = how(call);
+  call.check(mlspec_cuda_low_rank_added(&args, &launch));
+  return out;
+}
+
+}  // namespace mlspec
 
 namespace {
 
 using namespace mlspec;
 
-const char* const kActivationNames = "{'silu': 0, 'gelu_pytorch_tanh': 1, 'gelu_new': 1, 'gelu': 2, 'relu': 3, 'relu2': 4}";
+constexpr int64_t kMostLowRankRows = 8 * 65535;  // eight a block of a grid
 
 std::tuple<Tensor, Tensor> norm_by(const char* op, const Tensor& x, const Tensor& weight, double eps, const Maybe& residual,
                                    const Tensor* order) {
-  check_bf16(op, "x", x);
-  TORCH_CHECK_VALUE(x.dim() > 0, op, ": x is a scalar, it must have at least one axis");
+  check_norm(op, x, weight, residual, order);
   const int64_t width = x.size(-1);
-  float_dtype(op, "weight", weight);
-  check_shape(op, "weight", weight, {width});
-  check_device(op, "weight", weight, "x", x);
-  if (residual) {
-    check_bf16(op, "residual", *residual);
-    check_shape(op, "residual", *residual, x.sizes());
-    check_device(op, "residual", *residual, "x", x);
-  }
-  if (order) {
-    TORCH_CHECK_VALUE(x.dim() == 2, op, ": x has shape ", x.sizes(), ", expected [n, width]");
-    check_vector(op, "order", *order, width, "x", x);
-  }
   const CudaCall call(op, x);
   Tensor normed = at::empty(x.sizes(), x.options()), total = at::empty(residual ? x.sizes() : at::IntArrayRef{0}, x.options());
   if (x.numel() == 0) return {normed, total};
@@ -66,17 +79,6 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   call.check(mlspec_cuda_gated(flat_gate.const_data_ptr(), flat_up.const_data_ptr(), out.numel(), 1, out.numel(), 0, nullptr,
                                out.mutable_data_ptr(), &launch));
   return out;
-}
-
-void check_gate_up(const char* op, const Tensor& gate_up) {
-  check_bf16(op, "gate_up", gate_up);
-  TORCH_CHECK_VALUE(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, op, ": gate_up has shape ", gate_up.sizes(),
-                    ", expected [n, 2 * intermediate]");
-}
-
-void check_gated(const char* op, const Tensor& gate_up, int64_t activation) {
-  check_gate_up(op, gate_up);
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= 4, op, ": activation is ", activation, ", choose one of ", kActivationNames);
 }
 
 Tensor gated_by(const char* op, const Tensor& gate_up, int64_t activation, const Tensor* order) {
@@ -130,33 +132,33 @@ Tensor ordered_rows(const Tensor& x, const Tensor& order) {
   return out;
 }
 
-Tensor low_rank_added(const Tensor& y, const Tensor& x, const Tensor& down, const Tensor& up, const Tensor& first) {
-  constexpr const char* op = "low_rank_added";
-  constexpr int64_t kMostRows = 8 * 65535;  // eight a block of a grid
-  check_bf16(op, "y", y);
+Tensor low_rank_between(const Tensor& x, const Tensor& down) {
+  constexpr const char* op = "low_rank_between";
   check_bf16(op, "x", x);
-  TORCH_CHECK_VALUE(y.dim() == 2, op, ": y has shape ", y.sizes(), ", expected [n, out]");
   TORCH_CHECK_VALUE(down.dim() == 2 && down.size(0) > 0, op, ": down has shape ", down.sizes(), ", expected [ranks, in]");
-  TORCH_CHECK_VALUE(up.dim() == 2 && up.size(0) > 0, op, ": up has shape ", up.sizes(), ", expected [rank, out]");
-  const int64_t n = y.size(0), outputs = y.size(1), inputs = down.size(1);
-  check_shape(op, "x", x, {n, inputs});
-  check_device(op, "x", x, "y", y);
-  check_part(op, "down", down, at::kFloat, {down.size(0), inputs}, "y", y);
-  check_part(op, "up", up, at::kFloat, {up.size(0), outputs}, "y", y, 4);
-  check_vector(op, "first", first, outputs, "y", y);
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == down.size(1), op, ": x has shape ", x.sizes(), ", expected [n, ", down.size(1), "]");
+  const int64_t n = x.size(0), inputs = x.size(1), ranks = down.size(0);
+  check_part(op, "down", down, at::kFloat, {ranks, inputs}, "x", x);
   TORCH_CHECK_VALUE(inputs % 8 == 0, op, ": x has ", inputs, " columns, the CUDA kernels take multiples of 8");
-  TORCH_CHECK_VALUE(n <= kMostRows, op, ": ", n, " rows, expected up to ", kMostRows);
-  const CudaCall call(op, y);
-  Tensor out = at::empty(y.sizes(), y.options());
-  if (out.numel() == 0) return out;
-  Tensor between = at::empty({n, down.size(0)}, down.options());
-  const Tensor rows = dense(x), base = dense(y);
-  const mlspec_cuda_low_rank args = {rows.const_data_ptr(), base.const_data_ptr(), down.const_data_ptr<float>(), up.const_data_ptr<float>(),
-                                     first.const_data_ptr<int32_t>(), between.mutable_data_ptr<float>(), out.mutable_data_ptr(),
-                                     n, inputs, outputs, down.size(0), up.size(0)};
+  TORCH_CHECK_VALUE(n <= kMostLowRankRows, op, ": ", n, " rows, expected up to ", kMostLowRankRows);
+  const CudaCall call(op, x);
+  Tensor between = at::empty({n, ranks}, down.options());
+  if (n == 0) return between;
+  const Tensor rows = dense(x);
+  const mlspec_cuda_low_rank_down args = {rows.const_data_ptr(), down.const_data_ptr<float>(), between.mutable_data_ptr<float>(), n,
+                                          inputs, ranks};
   const mlspec_cuda_row_launch launch = how(call);
-  call.check(mlspec_cuda_low_rank_added(&args, &launch));
-  return out;
+  call.check(mlspec_cuda_low_rank_between(&args, &launch));
+  return between;
+}
+
+Tensor low_rank_added(const Tensor& y, const Tensor& between, const Tensor& up, const Tensor& first) {
+  constexpr const char* op = "low_rank_added";
+  check_bf16(op, "y", y);
+  TORCH_CHECK_VALUE(y.dim() == 2, op, ": y has shape ", y.sizes(), ", expected [n, out]");
+  TORCH_CHECK_VALUE(y.size(0) <= kMostLowRankRows, op, ": ", y.size(0), " rows, expected up to ", kMostLowRankRows);
+  check_low_rank(op, between, up, first, y.size(0), y.size(1), "y", y);
+  return with_low_rank(CudaCall(op, y), y, between, up, first);
 }
 
 Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
@@ -185,25 +187,15 @@ Tensor embed_rows(const Tensor& ids, const Tensor& table, double scale) {
 // Of rows of x, or where there is an activation of gated rows; width: of what is rotated.
 Tensor rotated(const char* op, const Tensor& x, const Maybe& matrix, int64_t size, int64_t inner, const char* name, int64_t width,
                int32_t activation) {
-  const int64_t order = matrix ? matrix->dim() ? matrix->size(0) : 0 : 1;
-  if (matrix) check_part(op, "matrix", *matrix, at::kFloat, {order, order}, name, x, kVectorBytes);
-  TORCH_CHECK_VALUE(!matrix || (order > 0 && order % 4 == 0 && order <= MLSPEC_HADAMARD_MAX_ORDER), op, ": matrix has ", order,
-                    " rows, expected a multiple of 4 up to ", int64_t(MLSPEC_HADAMARD_MAX_ORDER));
-  const int64_t powers = size / order;
-  TORCH_CHECK_VALUE(size > 0 && size % order == 0 && (powers & (powers - 1)) == 0, op, ": size is ", size, ", expected ", order,
-                    " times a power of two");
-  TORCH_CHECK_VALUE(inner > 0 && width % (size * inner) == 0, op, ": ", activation < 0 ? "x has " : "gated rows have ", width,
-                    " columns, size ", size, " times inner ", inner, " does not divide them");
+  check_matrices(op, matrix, size, inner, x, name, width, activation >= 0);
   const CudaCall call(op, x);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = width;
   Tensor out = at::empty(shape, x.options());
   if (out.numel() == 0) return out;
   const Tensor rows = dense(x);
-  const mlspec_cuda_hadamard hadamard{rows.const_data_ptr(), matrix ? matrix->const_data_ptr<float>() : nullptr,
-                                      out.mutable_data_ptr(), out.numel() / width, width, order, size, inner,
-                                      limits_of(call, x.device().index()).shared_bytes,
-                                      static_cast<float>(1.0 / std::sqrt(static_cast<double>(size))), activation};
+  mlspec_cuda_hadamard hadamard = hadamard_of(call, rows, matrix, size, inner, out.numel() / width, width, activation);
+  hadamard.out = out.mutable_data_ptr();
   const mlspec_cuda_row_launch launch = how(call);
   call.check(mlspec_cuda_hadamard_rows(&hadamard, &launch));
   return out;
@@ -269,6 +261,7 @@ TORCH_LIBRARY_IMPL(mlspec, CUDA, m) {
   m.impl("gated_in_order", gated_in_order);
   m.impl("gated_pairs", gated_pairs);
   m.impl("low_rank_added", low_rank_added);
+  m.impl("low_rank_between", low_rank_between);
   m.impl("ordered_rows", ordered_rows);
   m.impl("hadamard_rows", hadamard_rows);
   m.impl("gated_hadamard", gated_hadamard);

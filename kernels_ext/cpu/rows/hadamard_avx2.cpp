@@ -12,6 +12,7 @@ MLSPEC_TARGET("avx2,fma")
 namespace {
 
 struct Vec {
+  static constexpr int kLanes = 8;
   __m256 v;
   static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
   static Vec all(float x) { return {_mm256_set1_ps(x)}; }

@@ -7,6 +7,7 @@
 namespace {
 
 struct Vec {
+  static constexpr int kLanes = 8;
   float lane[8];
   static Vec load(const float* p) {
     Vec v;

@@ -1,11 +1,11 @@
 // How is a row multiplied by Hadamard matrices? One order of additions, and so the same bits, for every instruction set.
 //
-// Included inside the anonymous namespace of hadamard_<isa>.cpp, after `Vec`, 8 floats, which has:
+// Included inside the anonymous namespace of hadamard_<isa>.cpp, after `Vec`, kLanes floats, 8 or 16, which has:
 //   load(p), store(p), all(x), +, -, *, fma(a, b, c) = a * b + c
-//   short_levels(): the sums and differences of lanes 1, then 2, then 4 apart
+//   short_levels(): the sums and differences of lanes 1, then 2, then 4, and of 16 lanes then 8 apart
 // A factor of fma is 1 or -1, so its product is exact and it rounds as a sum does.
 
-constexpr int64_t kLanes = 8;
+constexpr int64_t kLanes = Vec::kLanes;
 
 // x as [.. ][2^kLevels][step]: kLevels levels of sums and differences in registers, then times factor. step: of kLanes.
 template <int kLevels>

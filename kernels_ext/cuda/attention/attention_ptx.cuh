@@ -37,8 +37,6 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t from) {
   return value;
 }
 
-__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
 // The two halves of a barrier of the cluster; what was written in front of the first is visible behind the second. Nothing on
 // chips before Hopper, where no kernel that calls them is launched.
 __device__ __forceinline__ void cluster_arrive() {

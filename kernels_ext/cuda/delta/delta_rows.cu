@@ -4,8 +4,9 @@
 namespace mlspec {
 namespace {
 
-constexpr int kFewHeads = 128;  // of all rows, up to which a lane has half the columns: else multiprocessors would be idle
-constexpr int kMostTokenBlocks = 1024;
+constexpr int kFewHeads = 128;  // of all rows, up to which a lane has half the columns: else multiprocessors would be idle. So it has of
+                                // single tokens, whose states are on their way for longer than they are computed with
+constexpr int kMostTokenBlocks = 1024, kTokenBlocks = 2048;
 constexpr int kCopied = 512;  // elements that a warp keeps of a token
 
 // Heads normed and gated, then what later calls read of a token: only now, as tokens of this one may have read what was there.
@@ -103,12 +104,20 @@ __global__ void __launch_bounds__(256) sigmoid_gated_kernel(const __nv_bfloat16*
   out[at] = __float2bfloat16_rn(__bfloat162float(x[at]) * sigmoid(gate));
 }
 
+// Blocks along the tokens of a row. How many are run again no launch knows; of many rows blocks take several in turn, as one that finds no
+// token costs as much as it takes to start it.
+unsigned blocks_along(const mlspec_cuda_delta& a, unsigned across) {
+  const unsigned most = unsigned(a.window + a.width), share = kTokenBlocks / (across * unsigned(a.batch));
+  const unsigned again = share < 4 ? 4 : share, wanted = again > 2u * a.width ? again : 2u * a.width;
+  const unsigned held = most < kMostTokenBlocks ? most : kMostTokenBlocks;
+  return wanted < held ? wanted : held;
+}
+
 template <class Shape>
 const char* launch_shape(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
-  const unsigned batch = unsigned(a.batch), most = unsigned(a.window + a.width);
+  const unsigned batch = unsigned(a.batch), across = blocks_for(a.key_heads + a.value_heads, kUnits);
   const unsigned kept = 2 * a.key_heads * a.key_dim + a.value_heads * (a.value_dim + 2);
-  const unsigned tokens = most < kMostTokenBlocks ? most : kMostTokenBlocks;
-  const RowGrid grids[] = {{dim3(blocks_for(a.key_heads + a.value_heads, kUnits), tokens, batch), kUnits * kWarp},
+  const RowGrid grids[] = {{dim3(across, blocks_along(a, across), batch), kUnits * kWarp},
                            {dim3(blocks_for(a.value_dim, Shape::kWide), unsigned(a.value_heads), batch), Shape::kThreads},
                            {dim3(blocks_for(a.value_heads + blocks_for(kept, kCopied), kUnits), unsigned(a.width), batch), kUnits * kWarp}};
   const char* wrong = launch_rows(how, grids[0], delta_tokens_kernel, a, Shape::kPadded);
@@ -124,7 +133,7 @@ const char* launch_shape(const mlspec_cuda_delta& a, const mlspec_cuda_row_launc
 // kRows rows of a column for each of kGroups lanes: which sums are made is a matter of the sizes of heads alone.
 template <int kRows, int kGroups>
 const char* launch_delta(const mlspec_cuda_delta& a, const mlspec_cuda_row_launch& how) {
-  if (int64_t(a.batch) * a.value_heads <= kFewHeads) return launch_shape<ScanShape<kRows, 2, kGroups, 4>>(a, how);
+  if (a.width == 1 || int64_t(a.batch) * a.value_heads <= kFewHeads) return launch_shape<ScanShape<kRows, 2, kGroups, 4>>(a, how);
   return launch_shape<ScanShape<kRows, 4, kGroups, 2>>(a, how);
 }
 

@@ -276,8 +276,103 @@ __device__ __forceinline__ void norm_row(const mlspec_cuda_routing& p, const mls
   __syncthreads();
 }
 
-// All of it for one token, by one cluster: a warp has a score, which goes to the memory of the first block; its first warp chooses, and
-// as every expert has one pair, the plan is the choice. The router, which no kernel in front writes, is on its way before these end.
+// What a lane has of a row of the router before the token is there: of the pieces of 256 inputs the first few.
+template <class Weight>
+struct RouterRow {
+  static constexpr int kPieces = sizeof(Weight) == 2 ? 12 : 4, kWords = sizeof(Weight) / 2;
+  uint4 words[kPieces][kWords];
+
+  __device__ __forceinline__ void read(const Weight* row, int64_t hidden, int lane) {
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const int64_t at = (k * kWarp + lane) * kVector;
+      if (at >= hidden) break;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[k][i] = __ldg(reinterpret_cast<const uint4*>(row + at) + i);
+    }
+  }
+  // As sum_logits: in its order.
+  __device__ __forceinline__ float times(const Weight* row, const __nv_bfloat16* x, int64_t hidden, int lane) const {
+    float sum = 0.f, v[kVector], w[kVector];
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const int64_t at = (k * kWarp + lane) * kVector;
+      if (at >= hidden) break;
+      load_vector(reinterpret_cast<const Weight*>(words[k]), w);
+      load_vector(x + at, v);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum = __fmaf_rn(v[j], w[j], sum);
+    }
+    for (int64_t at = (kPieces * kWarp + lane) * kVector; at < hidden; at += kWarp * kVector) {
+      load_vector(row + at, w);
+      load_vector(x + at, v);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum = __fmaf_rn(v[j], w[j], sum);
+    }
+    return warp_sum(sum);
+  }
+};
+
+// What a block keeps while it chooses the experts of one token.
+struct TokenChoice {
+  float logits[kRoutePerLane * kWarp + 1], own[kRoutePerLane * kWarp], weights[kRoutePerLane * kWarp + 1];
+  uint32_t keys[kRoutePerLane * kWarp];
+  int32_t experts[kRoutePerLane * kWarp];
+};
+
+// By all threads of a block, as choose_experts: the rank of an expert is how many come before it. Not by groups.
+template <int kPerLane>
+__device__ __forceinline__ void rank_experts(const mlspec_cuda_routing& p, TokenChoice& token) {
+  constexpr int kOf = kRouteThreads / (kPerLane * kWarp);  // threads of an expert
+  const int expert = threadIdx.x / kOf, part = threadIdx.x % kOf;
+  bool broken = false;
+  if (part == 0 && expert < p.num_experts) {
+    float own = token.logits[expert];
+    broken = isnan(own);
+    if (p.choice_bias) own = 1.f / (1.f + expf(-own));
+    token.own[expert] = own;
+    token.keys[expert] = ordered(p.choice_bias ? __fadd_rn(own, p.choice_bias[expert]) : own);
+  }
+  broken = __syncthreads_or(broken);
+  int before = 0;
+  if (expert < p.num_experts) {
+    const uint32_t key = token.keys[expert];
+#pragma unroll 8
+    for (int other = part; other < p.num_experts; other += kOf)
+      before += token.keys[other] > key || (token.keys[other] == key && other < expert);
+  }
+#pragma unroll
+  for (int step = kOf / 2; step > 0; step /= 2) before += __shfl_xor_sync(kAll, before, step);
+  if (part == 0 && expert < p.num_experts && before < p.chosen) token.experts[before] = expert;
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  const int lane = threadIdx.x;
+  const float largest = token.own[token.experts[0]];
+  for (int rank = lane; rank < p.chosen; rank += kWarp) {
+    const float own = token.own[token.experts[rank]];
+    token.weights[rank] = p.choice_bias ? own : expf(own - largest);
+  }
+  __syncwarp();
+  float total = p.choice_bias ? 1e-20f : 0.f;
+  if (p.renormalize) {
+    for (int rank = 0; rank < p.chosen; ++rank) total += token.weights[rank];
+  } else if (p.choice_bias) {
+    total = 1.f;
+  } else {
+    for (int i = 0; i < kPerLane; ++i) total += i * kWarp + lane < p.num_experts ? expf(token.own[i * kWarp + lane] - largest) : 0.f;
+    total = warp_sum(total);
+  }
+  __syncwarp();
+  const float nan = __uint_as_float(0x7FC00000u);
+  for (int rank = lane; rank < p.chosen; rank += kWarp) {
+    const float weight = token.weights[rank] / total;
+    token.weights[rank] = broken ? nan : p.choice_bias ? weight * p.scale : weight;
+  }
+  if (p.has_shared && lane == 0) token.weights[p.chosen] = broken ? nan : 1.f / (1.f + expf(-token.logits[p.num_experts]));
+}
+
+// All of it for one token, by one cluster: a warp has a score, which goes to the memory of the first block; that block chooses, and
+// as every expert has one pair, the plan is the choice. The router, which no kernel in front writes, is there before these end.
 // kVectors above 0: every block norms the token for itself, its threads have the elements that those of rms_norm_kernel
 // (rows/row_ops.cu) have; the first one writes what others read.
 template <class Weight, int kPerLane, int kVectors>
@@ -287,17 +382,19 @@ __global__ void __launch_bounds__(kRouteThreads)
   __shared__ __align__(16) __nv_bfloat16 line[kVectors > 0 ? kVectors * kRouteThreads * kVector : kVector];
   __shared__ float totals[kWarp];
   float scale[kVectors > 0 ? kVectors : 1][kVector];
-  __shared__ float logits[kRoutePerLane * kWarp + 1], weights[kRoutePerLane * kWarp + 1];
-  __shared__ int32_t experts[kRoutePerLane * kWarp];
+  __shared__ TokenChoice token;
   const int lane = threadIdx.x % kWarp, warp = (blockIdx.x * kRouteThreads + threadIdx.x) / kWarp;
   const int scores = p.num_experts + p.has_shared, warps = kRouteBlocks * kRouteThreads / kWarp;
-  for (int score = warp; score < scores; score += warps) {
+  RouterRow<Weight> row;
+  const Weight* const router = static_cast<const Weight*>(p.router);
+  if (warp < scores) row.read(router + warp * p.hidden, p.hidden, lane);
+  for (int score = warp + warps; score < scores; score += warps) {
     const int64_t bytes = p.hidden * int64_t(sizeof(Weight));
-    const char* row = static_cast<const char*>(p.router) + score * bytes;
-    for (int64_t byte = lane * 128; byte < bytes; byte += kWarp * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + byte));
+    const char* from = reinterpret_cast<const char*>(router) + score * bytes;
+    for (int64_t byte = lane * 128; byte < bytes; byte += kWarp * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + byte));
   }
   mlspec_cuda_routing own = p;
-  asm("mapa.u64 %0, %1, 0;" : "=l"(own.logits) : "l"(static_cast<float*>(logits)));  // of the first block
+  asm("mapa.u64 %0, %1, 0;" : "=l"(own.logits) : "l"(static_cast<float*>(token.logits)));  // of the first block
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int64_t at = int64_t(threadIdx.x + i * kRouteThreads) * kVector;
@@ -311,17 +408,27 @@ __global__ void __launch_bounds__(kRouteThreads)
     norm_row<kVectors>(p, norm, scale, line, totals);
     own.x = line;
   }
-  for (int score = warp; score < scores; score += warps) sum_logits<Weight, 1>(own, score, 0, lane);
+  if (warp < scores) {
+    const float sum = row.times(router + warp * p.hidden, static_cast<const __nv_bfloat16*>(own.x), p.hidden, lane);
+    if (lane == 0) own.logits[warp] = p.bias ? __fadd_rn(sum, p.bias[warp]) : sum;
+  }
+  for (int score = warp + warps; score < scores; score += warps) sum_logits<Weight, 1>(own, score, 0, lane);
   cluster_sync();
-  if (warp != 0) return;
-  own.logits = logits, own.weights = weights, own.experts = experts;
-  choose_experts<kPerLane>(own, 0, lane);
+  if (blockIdx.x != 0) return;
+  if (p.choice_bias && p.chosen_groups < p.groups) {
+    if (warp != 0) return;
+    own.logits = token.logits, own.weights = token.weights, own.experts = token.experts;
+    choose_experts<kPerLane>(own, 0, lane);
+  } else {
+    rank_experts<kPerLane>(p, token);
+    if (warp != 0) return;
+  }
   __syncwarp();
-  for (int i = lane; i < p.chosen + p.has_shared; i += kWarp) p.weights[i] = weights[i];
+  for (int i = lane; i < p.chosen + p.has_shared; i += kWarp) p.weights[i] = token.weights[i];
   for (int rank = lane; rank < p.chosen; rank += kWarp) {
     int32_t* const item = p.plan + p.chosen + 3 * rank;
-    p.experts[rank] = experts[rank], p.plan[rank] = rank;
-    item[0] = experts[rank], item[1] = rank, item[2] = 1;
+    p.experts[rank] = token.experts[rank], p.plan[rank] = rank;
+    item[0] = token.experts[rank], item[1] = rank, item[2] = 1;
   }
   __threadfence();
 #endif

@@ -14,6 +14,12 @@ int variant_of(int64_t tokens) {
   return (tokens + 287) / 288 < (tokens + 255) / 256 ? 3622 : 3222;
 }
 
+// Their outputs have the bits of the kernels above with mlspec_cuda_low_rank_added behind them.
+template <int kTokenTiles>
+const char* launch_adapted(const mlspec_cuda_linear& a) {
+  return launch<Variant<Bf16Weights, kTokenTiles, 1, true, true>>(a);
+}
+
 template <int kTokenTiles, int kTiles>
 const char* launch_bf16(const mlspec_cuda_linear& a) {
   return launch<Variant<Bf16Weights, kTokenTiles, kTiles, true>>(a);
@@ -27,6 +33,10 @@ extern "C" const char* mlspec_cuda_bf16_linear(const mlspec_cuda_linear* args) {
   const mlspec_cuda_linear& a = *args;
   if (const char* problem = problem_of(a, 8)) return problem;
   if (a.activation_bits != 16) return "bfloat16 weights take 16-bit activations";
+  if (a.up) {
+    if (a.num_tokens > MLSPEC_CUDA_ADAPTED_TOKENS || a.variant) return "adapters are added to few tokens, by a variant of their own";
+    return a.num_tokens <= 8 ? launch_adapted<1>(a) : a.num_tokens <= 16 ? launch_adapted<2>(a) : launch_adapted<4>(a);
+  }
   if (!a.variant && prefill_is_faster(a)) return launch_bf16_prefill(a);
   switch (a.variant ? a.variant : variant_of(a.num_tokens)) {
     case kPrefillVariant: return launch_bf16_prefill(a);

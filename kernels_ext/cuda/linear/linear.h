@@ -7,6 +7,8 @@
 extern "C" {
 #endif
 
+enum { MLSPEC_CUDA_ADAPTED_TOKENS = 32 };
+
 typedef struct {
   const void* tiles;      // bf16: the weight itself, bfloat16 [out, in], aligned to 16 bytes; else from prepack
   const void* more;       // nested: the tiles of low bits, or null
@@ -35,6 +37,10 @@ typedef struct {
   int32_t bias_is_float32;
   int32_t out_is_float32;         // sums as they are, of planes and int4
   void* partial;                  // bf16: room for sums, mlspec_cuda_bf16_partial_bytes()
+  const float* between;           // bf16, up to MLSPEC_CUDA_ADAPTED_TOKENS: what adapters add to rounded outputs, with the bits of
+  const float* up;                // mlspec_cuda_low_rank_added (rows.h); null: none
+  const int32_t* first;
+  int64_t low_ranks, low_rank;    // its ranks and rank
   int32_t overlap;  // programmatic dependent launch: may start before the kernel in front ends; only weights are read then
   // For tests and timing; 0: chosen from the shapes. Bits depend on `ranks` alone.
   int32_t variant;       // see linear_launch.cuh, bf16_linear.cu and bf16_linear_prefill.h

@@ -95,6 +95,7 @@ LinearParams params_of(const mlspec_cuda_linear& a) {
   p.chunks = blocks_of(a.in_features, V::Format::kChunk), p.token_blocks = blocks_of(a.num_tokens, V::kTokens);
   p.units = p.token_blocks * blocks_of(a.out_features, V::kOutputs);
   p.bias_is_float32 = a.bias_is_float32 != 0;
+  p.between = a.between, p.up = a.up, p.first = a.first, p.low_ranks = int(a.low_ranks), p.low_rank = int(a.low_rank);
   return p;
 }
 

@@ -51,15 +51,18 @@ struct LinearParams {
   int table_columns;        // of a row of tables
   int num_tokens, x_row_bytes, out_features, chunks, token_blocks, units, x_scale_stride, ranks, stages, stages_ahead;
   bool bias_is_float32, out_is_float32, copies_tokens;
+  const float *between, *up;  // of adapters: [tokens, low_ranks], [low_rank, outputs]
+  const int32_t* first;       // [outputs]
+  int low_ranks, low_rank;
 };
 
 // One variant of the kernel. kTokens of a block: 8 kTokenTiles; kTiles of 64 outputs.
-template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf>
+template <class FormatType, int kTokenTilesOf, int kTilesOf, bool kWgmmaOf, bool kAdaptedOf = false>
 struct Variant {
   using Format = FormatType;
   using Dot = typename std::conditional<Format::kActivationBits == 8, int, float>::type;
   static constexpr int kTokenTiles = kTokenTilesOf, kTokens = kTokenTiles * 8, kTiles = kTilesOf;
-  static constexpr bool kWgmma = kWgmmaOf;
+  static constexpr bool kWgmma = kWgmmaOf, kAdapted = kAdaptedOf;  // kAdapted: adds what adapters add
   static constexpr int kOutputs = kTiles * kTileOutputs;
   static constexpr int kWarpGroups = Format::kWarpGroups;  // that share a tile's chunks
   static constexpr int kConsumers = kWarpGroups * kTiles * 128;

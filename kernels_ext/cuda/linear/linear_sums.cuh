@@ -29,6 +29,27 @@ __device__ __forceinline__ float bias_of(const LinearParams& p, int output) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[output]);
 }
 
+// What adapters add to four rounded outputs of a token: every product and sum as in rows/low_rank.cu.
+__device__ __forceinline__ void add_low_rank(const LinearParams& p, __nv_bfloat16 (&rounded)[4], int token, int output) {
+  const float* between = p.between + size_t(token) * p.low_ranks;
+  int at[4], first[4];
+  float sum[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    at[i] = min(output + i, p.out_features - 1);
+    first[i] = min(p.first[at[i]], p.low_ranks - 1);
+  }
+#pragma unroll 8
+  for (int j = 0; j < p.low_rank; ++j) {
+    const float* up = p.up + size_t(j) * p.out_features;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = fmaf(up[at[i]], between[min(max(first[i] + j, 0), p.low_ranks - 1)], sum[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rounded[i] = __float2bfloat16_rn(__fadd_rn(__bfloat162float(rounded[i]), sum[i]));
+}
+
+template <bool kAdapted = false>
 __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum, float out_scale, int token, int output) {
   if (p.widths && p.widths[token] != p.width) return;
   float values[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -41,6 +62,7 @@ __device__ __forceinline__ void store_outputs(const LinearParams& p, float4 sum,
     if (p.bias && output + i < p.out_features) values[i] = __fadd_rn(values[i], bias_of(p, output + i));
     rounded[i] = __float2bfloat16_rn(values[i]);
   }
+  if constexpr (kAdapted) add_low_rank(p, rounded, token, output);
   if (p.out_is_float32) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -67,7 +89,7 @@ __device__ __forceinline__ const float* place_of_quad(const float* total, int i)
 template <class V>
 __device__ __forceinline__ void store_quad(const LinearParams& p, const Outputs& to, int i, float4 sum) {
   constexpr int kQuadsOfToken = V::kOutputs / 4;
-  store_outputs(p, sum, to.scale, to.first_token + i / kQuadsOfToken, to.first_output + i % kQuadsOfToken * 4);
+  store_outputs<V::kAdapted>(p, sum, to.scale, to.first_token + i / kQuadsOfToken, to.first_output + i % kQuadsOfToken * 4);
 }
 
 __device__ __forceinline__ void add(float4& sum, float4 part) {

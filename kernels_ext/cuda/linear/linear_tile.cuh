@@ -211,6 +211,18 @@ __device__ __forceinline__ void consume_bf16(float (&sums)[V::kTokenTiles][4], T
   if (lane == 0) barrier_arrive(ring.empty(previous));
 }
 
+// What adapters add to a unit's outputs is constant but for `between`: asked for now, it is in the L2 cache when sums are complete.
+template <class V>
+__device__ __forceinline__ void ask_for_adapters(const LinearParams& p, int first_output) {
+  constexpr int kLine = 128 / 4, kLines = V::kOutputs / kLine;
+  for (int i = threadIdx.x; i < (p.low_rank + 1) * kLines; i += V::kConsumers) {
+    const int row = i / kLines, output = first_output + i % kLines * kLine;
+    if (output >= p.out_features) continue;
+    if (row < p.low_rank) prefetch_line(p.up + size_t(row) * p.out_features + output);
+    else prefetch_line(p.first + output);
+  }
+}
+
 // One unit after another; the ring runs on.
 template <class V>
 __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, Ring ring, Work<V> work, int warp,
@@ -235,6 +247,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
   Turn turn{warp / (4 * V::kTiles), 0};  // a group's first slot is its number
   for (int unit = work.first_unit; unit < p.units; unit += work.unit_step) {
     float sums[V::kTokenTiles][4] = {};
+    if constexpr (V::kAdapted) ask_for_adapters<V>(p, work.first_tile(p, unit) * kTileOutputs);
     if (unit != work.first_unit) begin(unit);  // the tables of the unit before have been read
     if constexpr (Format::kPacked) consume_codes<V>(sums, turn, p, format, memory, ring, work.chunks, warp, lane);
     else consume_bf16<V>(sums, turn, p, ring, work.chunks, warp, lane);
@@ -244,6 +257,7 @@ __device__ __forceinline__ void consume(const LinearParams& p, uint8_t* memory, 
     if constexpr (Format::kHasShift) out_scale *= __uint_as_float(unknown_to_compiler(shift) + 127 << 23);
     if constexpr (Format::kPrefix) out_scale *= Format::out_scale(p);
     const int first_token = work.first_token(p, unit);
+    if constexpr (V::kAdapted) wait_for_previous_kernel();  // which wrote `between`; done long ago
     add_ranks<V>(p, ring, total, work.rank,
                  {min(V::kTokens, p.num_tokens - first_token), first_token, work.first_tile(p, unit) * kTileOutputs, out_scale});
   }

@@ -144,14 +144,15 @@ struct PlaneWeights : PlaneWords<kPlanesOf>, PackedTiles {
   }
 };
 
-// The same tiles where one kernel serves every number of planes: planes that are not read are zero bits.
-template <int kGroupSize>
+// The same tiles where one kernel serves every number of planes up to kMost: planes that are not read are zero bits.
+template <int kGroupSize, int kMost = 8>
 struct AnyPlaneWeights : PlaneWords<8>, PackedTiles {
   using Eight = PlaneWeights<8, kGroupSize>;
   static constexpr int kGroups = Eight::kGroups, kActivationBits = 16;
   static constexpr bool kPrefix = true, kApart = true;
   static constexpr float kOutScale = 64;  // and out_scale
-  static constexpr int kTileBytes = Eight::kTileBytes;  // at most
+  static constexpr int kScaleBytes = Eight::kScaleBytes;
+  static constexpr int kTileBytes = kScaleBytes + kMost * kPlaneBytes;  // at most
 
   const half* scales;
   uint32_t code_offset;
@@ -182,7 +183,7 @@ struct AnyPlaneWeights : PlaneWords<8>, PackedTiles {
 #pragma unroll
     for (int p = 0; p < 8; ++p) {
       uint2 v = {0, 0};
-      if (p < num_planes) v = *reinterpret_cast<const uint2*>(tile + Eight::kScaleBytes + p * kPlaneBytes + place.weights);
+      if (p < kMost && p < num_planes) v = *reinterpret_cast<const uint2*>(tile + Eight::kScaleBytes + p * kPlaneBytes + place.weights);
       planes[p][0] = v.x, planes[p][1] = v.y;
     }
     scales = reinterpret_cast<const half*>(tile + place.scales * 2);

@@ -1,6 +1,8 @@
 // How is a row of bfloat16, or of a gated MLP, multiplied by Hadamard matrices? In registers, between lanes and in shared memory, with the additions of
-// hf_mlspec/ops/hadamard.py in their order, so that the bits are those of the CPU.
+// hf_mlspec/ops/hadamard.py in their order, so that the bits are those of the CPU. What comes of it is written, or coded as integers in
+// the same kernel.
 #include "activation.cuh"
+#include "codes_of_rows.cuh"
 
 namespace mlspec {
 namespace {
@@ -142,10 +144,11 @@ __device__ __forceinline__ void store_chunk(const HadamardParams& p, const float
   }
 }
 
-// What this split of the block computes: outputs of kRows rows of the matrix at one of `part` places.
-__device__ __forceinline__ void multiply_order(const HadamardParams& p, const float* row, __nv_bfloat16* out) {
-  const int part = p.powers * p.inner, items = p.order / kRows * part;
-  const int begin = blockIdx.y * p.items_per_split, end = min(items, begin + p.items_per_split);
+// What this split of the block computes, from item `begin` to `end`: outputs of kRows rows of the matrix at one of `part` places, of
+// which the first is written to out.
+__device__ __forceinline__ void multiply_order(const HadamardParams& p, const float* row, __nv_bfloat16* out, int begin, int end,
+                                               int first_output) {
+  const int part = p.powers * p.inner;
   for (int item = begin + threadIdx.x; item < end; item += blockDim.x) {
     const int first = item / part * kRows, place = item % part;
     const float* const matrix = p.matrix + first * p.order;
@@ -166,13 +169,33 @@ __device__ __forceinline__ void multiply_order(const HadamardParams& p, const fl
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) store_one(out + (first + r) * part + place, __fmul_rn(sums[r], p.factor));
+    for (int r = 0; r < kRows; ++r) store_one(out + (first + r) * part + place - first_output, __fmul_rn(sums[r], p.factor));
   }
 }
 
-// One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix. kActivation: of gated rows, or kPlain.
-template <int kActivation>
-__global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const HadamardParams p) {
+// Integers of `count` elements from column `from` of a token on, whole groups; value(i, v): eight of them. Every thread takes part.
+template <class Value>
+__device__ __forceinline__ void code_chunk(const CodedRows& codes, int token, int from, int count, const Value& value) {
+  const int whole = from + count == codes.in_features ? scaled_columns(codes.in_features) - from : count;
+  for (int base = 0; base < whole; base += blockDim.x * kCoded) {
+    const int i = base + threadIdx.x * kCoded;
+    float v[kCoded] = {};
+    if (i < count)
+#pragma unroll
+      for (int half = 0; half < kCoded; half += kVector) {
+        float part[kVector];
+        value(i + half, part);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) v[half + e] = part[e];
+      }
+    code_values(codes, token, from + i, v, i < whole);
+  }
+}
+
+// One chunk of a row; blockIdx.y: which of its outputs, where there is a matrix. kActivation: of gated rows, or kPlain. kCodes: outputs
+// become integers, those of a matrix in shared memory behind the row.
+template <int kActivation, bool kCodes>
+__global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const HadamardParams p, const CodedRows codes) {
   extern __shared__ __align__(16) float row[];
   launch_dependents();
   wait_for_previous_kernel();
@@ -186,8 +209,24 @@ __global__ void __launch_bounds__(kMostThreads, 1) hadamard_kernel(const Hadamar
   for (; p.powers >> done >= 8; done += 3) pass<3>(row, count, p.inner << done);
   if (p.powers >> done == 4) pass<2>(row, count, p.inner << done);
   if (p.powers >> done == 2) pass<1>(row, count, p.inner << done);
-  if (p.matrix) return multiply_order(p, row, p.out + at);
-  store_chunk(p, row, p.out + at, count);
+  const int items = p.order / kRows * p.powers * p.inner, begin = blockIdx.y * p.items_per_split;
+  const int end = min(items, begin + p.items_per_split);
+  if constexpr (!kCodes) {
+    if (p.matrix) multiply_order(p, row, p.out + at, begin, end, 0);
+    else store_chunk(p, row, p.out + at, count);
+  } else if (p.matrix) {
+    auto* const own = reinterpret_cast<__nv_bfloat16*>(row + whole);
+    multiply_order(p, row, own, begin, end, begin * kRows);
+    __syncthreads();
+    code_chunk(codes, int(n), int(first) + begin * kRows, (end - begin) * kRows,
+               [&](int i, float(&v)[kVector]) { load_vector(own + i, v); });
+  } else {
+    code_chunk(codes, int(n), int(first), count, [&](int i, float(&v)[kVector]) {
+      load_vector(row + i, v);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) v[e] = rounded(__fmul_rn(v[e], p.factor));
+    });
+  }
 }
 
 // Of matrices of a power of two alone whose elements stand apart: a thread has all of them, of two columns.
@@ -222,6 +261,50 @@ const char* launch_columns(int levels, const HadamardParams& params, int64_t pai
   return launch_rows(how, {dim3(blocks_for(pairs, kColumnThreads)), kColumnThreads}, columns_kernel<kLevels>, params, pairs);
 }
 
+// How rows are cut: matrices of a chunk, chunks of a row, threads of a block.
+struct Cut {
+  int64_t unit, per_chunk, chunks, blocks, threads;
+  int64_t whole() const { return per_chunk * unit; }
+};
+
+Cut cut_of(const mlspec_cuda_hadamard& h) {
+  const int64_t unit = h.size * h.inner, matrices = h.width / unit;
+  const int64_t per_chunk = h.matrix || unit >= kChunk ? 1 : kChunk / unit < matrices ? kChunk / unit : matrices;
+  const int64_t chunks = (matrices + per_chunk - 1) / per_chunk, lanes = (per_chunk * unit + kOfWarp - 1) / kOfWarp * kWarp;
+  return {unit, per_chunk, chunks, h.n * chunks, lanes < kMostThreads ? lanes : kMostThreads};
+}
+
+HadamardParams params_of(const mlspec_cuda_hadamard& h, const Cut& cut, int64_t items_per_split) {
+  const auto* const x = static_cast<const __nv_bfloat16*>(h.x);
+  const bool gated = h.activation >= 0;
+  return {x, gated ? x + h.width : nullptr, gated ? 2 * h.width : h.width, h.matrix, static_cast<__nv_bfloat16*>(h.out), h.width,
+          cut.chunks, int(cut.unit), int(cut.per_chunk), int(h.order), int(h.size / h.order), int(h.inner), int(items_per_split),
+          h.factor};
+}
+
+// Splits where outputs of a matrix can be shared out, up to `most`.
+int64_t splits_of(const Cut& cut, int64_t most) {
+  const int64_t wanted = cut.blocks < kBlocksWanted ? kBlocksWanted / cut.blocks : 1;
+  return wanted < most ? wanted : most > 1 ? most : 1;
+}
+
+// Where outputs become integers: how many rows of the matrix, by kRows, a split has; 0: there is no such kernel for these sizes.
+struct CodedCut {
+  int64_t rows_of_split, splits, bytes;
+};
+
+CodedCut coded_cut(const mlspec_cuda_hadamard& h, const Cut& cut, int64_t group) {
+  const int64_t bytes = cut.whole() * int64_t(sizeof(float));
+  if (!h.matrix) return {cut.whole() % group || bytes > h.shared_bytes ? 0 : 1, 1, bytes};
+  const int64_t outputs = kRows * (cut.unit / h.order), rows = h.order / kRows;
+  if (outputs % group) return {0, 0, 0};
+  const int64_t splits = splits_of(cut, (rows * outputs / kRows + cut.threads - 1) / cut.threads);
+  int64_t own = (rows + splits - 1) / splits;
+  const auto needed = [&] { return bytes + own * outputs * int64_t(sizeof(__nv_bfloat16)); };
+  while (own > 0 && needed() > h.shared_bytes) --own;
+  return {own, own ? (rows + own - 1) / own : 0, needed()};
+}
+
 }  // namespace
 }  // namespace mlspec
 
@@ -229,28 +312,41 @@ using namespace mlspec;
 
 const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how) {
   const mlspec_cuda_hadamard& h = *hadamard;
-  const int64_t unit = h.size * h.inner, matrices = h.width / unit;
-  const int64_t per_chunk = h.matrix || unit >= kChunk ? 1 : kChunk / unit < matrices ? kChunk / unit : matrices;
-  const int64_t chunks = (matrices + per_chunk - 1) / per_chunk, bytes = per_chunk * unit * int64_t(sizeof(float));
+  const Cut cut = cut_of(h);
+  const int64_t bytes = cut.whole() * int64_t(sizeof(float)), items = h.order / kRows * (cut.unit / h.order);
   if (bytes > h.shared_bytes) return "the matrix is too large for the shared memory of this GPU: rotate in smaller blocks";
-  const int64_t items = h.order / kRows * (unit / h.order), blocks = h.n * chunks;
-  const int64_t lanes = (per_chunk * unit + kOfWarp - 1) / kOfWarp * kWarp, threads = lanes < kMostThreads ? lanes : kMostThreads;
-  int64_t splits = 1;
-  if (h.matrix && blocks < kBlocksWanted) {
-    const int64_t most = items / threads > 1 ? items / threads : 1;
-    splits = kBlocksWanted / blocks < most ? kBlocksWanted / blocks : most;
-  }
-  const auto* const x = static_cast<const __nv_bfloat16*>(h.x);
-  const bool gated = h.activation >= 0;
-  const HadamardParams params{x, gated ? x + h.width : nullptr, gated ? 2 * h.width : h.width, h.matrix, static_cast<__nv_bfloat16*>(h.out),
-                              h.width, chunks, int(unit), int(per_chunk), int(h.order), int(h.size / h.order), int(h.inner),
-                              int((items + splits - 1) / splits), h.factor};
-  const RowGrid grid{dim3(unsigned(blocks), unsigned(splits)), unsigned(threads), unsigned(bytes)};
-  if (gated)
+  const int64_t splits = h.matrix ? splits_of(cut, items / cut.threads) : 1;
+  const HadamardParams params = params_of(h, cut, (items + splits - 1) / splits);
+  const RowGrid grid{dim3(unsigned(cut.blocks), unsigned(splits)), unsigned(cut.threads), unsigned(bytes)};
+  if (h.activation >= 0)
     return with_activation(h.activation, [&](auto number) {
-      return launch_rows(*how, grid, hadamard_kernel<decltype(number)::value>, params);
+      return launch_rows(*how, grid, hadamard_kernel<decltype(number)::value, false>, params, CodedRows{});
     });
   if (!h.matrix && h.inner > 1 && h.inner % 2 == 0 && h.size > 1 && h.size <= 1 << kMostLevels)
     return launch_columns(__builtin_ctzll(h.size), params, h.n * h.width / h.size / 2, *how);
-  return launch_rows(*how, grid, hadamard_kernel<kPlain>, params);
+  return launch_rows(*how, grid, hadamard_kernel<kPlain, false>, params, CodedRows{});
+}
+
+int32_t mlspec_cuda_hadamard_codes_serves(const mlspec_cuda_hadamard* hadamard, int32_t group_size) {
+  return coded_cut(*hadamard, cut_of(*hadamard), group_size).rows_of_split > 0;
+}
+
+const char* mlspec_cuda_hadamard_codes(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_quantize* codes,
+                                       const mlspec_cuda_row_launch* how) {
+  if (const char* problem = problem_of_codes(*codes)) return problem;
+  const mlspec_cuda_hadamard& h = *hadamard;
+  Cut cut = cut_of(h);
+  const CodedCut coded = coded_cut(h, cut, codes->group_size);
+  if (coded.rows_of_split < 1) return "no kernel rotates rows of these sizes and codes them: rotate first";
+  if (!h.matrix && h.inner > 1) {  // passes of eight elements a thread alone
+    const int64_t lanes = (cut.whole() / kVector + kWarp - 1) / kWarp * kWarp;
+    cut.threads = lanes < kMostThreads ? lanes : kMostThreads;
+  }
+  const HadamardParams params = params_of(h, cut, coded.rows_of_split * (cut.unit / h.order));
+  const RowGrid grid{dim3(unsigned(cut.blocks), unsigned(coded.splits)), unsigned(cut.threads), unsigned(coded.bytes)};
+  const CodedRows rows = coded_rows(*codes);
+  if (h.activation < 0) return launch_rows(*how, grid, hadamard_kernel<kPlain, true>, params, rows);
+  return with_activation(h.activation, [&](auto number) {
+    return launch_rows(*how, grid, hadamard_kernel<decltype(number)::value, true>, params, rows);
+  });
 }

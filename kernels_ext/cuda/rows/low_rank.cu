@@ -1,5 +1,5 @@
-// What do adapters add to the outputs of a linear? Two thin products in float32: inputs times down, to `between`, and that times up.
-// A sum has one order, however many rows are computed together.
+// What do adapters add to the outputs of a linear? Two thin products in float32: inputs times down, to `between`, and that times up,
+// which linear/linear_sums.cuh does in the same order where it can. A sum has one order, however many rows are computed together.
 #include "row_launch.cuh"
 
 namespace mlspec {
@@ -13,7 +13,7 @@ constexpr int kUpHeld = 16;     // ranks that a thread reads together
 // Lane l of warp w takes vectors w * 32 + l, and every 256th from there; then lanes in a tree, then warps in order. The first
 // weights are read while the kernel before still runs: nobody writes them.
 template <int kRanks, int kRows>
-__global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low_rank p) {
+__global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low_rank_down p) {
   constexpr int kHeld = kRanks == 1 ? 4 : 1;
   __shared__ float sums[kWarps][kRanks * kRows];
   launch_dependents();
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) low_rank_down_kernel(mlspec_cuda_low
 
 // A thread an output; its ranks in order.
 template <int kRows>
-__global__ void __launch_bounds__(kUpThreads) low_rank_up_kernel(mlspec_cuda_low_rank p) {
+__global__ void __launch_bounds__(kUpThreads) low_rank_up_kernel(mlspec_cuda_low_rank_up p) {
   launch_dependents();
   const int64_t at = int64_t(blockIdx.x) * kUpThreads + threadIdx.x, row = int64_t(blockIdx.y) * kRows;
   const bool real = at < p.out_features;
@@ -98,11 +98,15 @@ __global__ void __launch_bounds__(kUpThreads) low_rank_up_kernel(mlspec_cuda_low
 }
 
 template <int kRanks, int kRows>
-const char* launch_low_rank(const mlspec_cuda_low_rank& p, const mlspec_cuda_row_launch& how) {
-  const unsigned rows = blocks_for(p.n, kRows);
-  const RowGrid down{dim3(blocks_for(p.ranks, kRanks), rows), kThreads}, up{dim3(blocks_for(p.out_features, kUpThreads), rows), kUpThreads};
-  const char* wrong = launch_rows(how, down, low_rank_down_kernel<kRanks, kRows>, p);
-  return wrong ? wrong : launch_rows(how, up, low_rank_up_kernel<kRows>, p);
+const char* launch_down(const mlspec_cuda_low_rank_down& p, const mlspec_cuda_row_launch& how) {
+  const RowGrid grid{dim3(blocks_for(p.ranks, kRanks), blocks_for(p.n, kRows)), kThreads};
+  return launch_rows(how, grid, low_rank_down_kernel<kRanks, kRows>, p);
+}
+
+template <int kRows>
+const char* launch_up(const mlspec_cuda_low_rank_up& p, const mlspec_cuda_row_launch& how) {
+  const RowGrid grid{dim3(blocks_for(p.out_features, kUpThreads), blocks_for(p.n, kRows)), kUpThreads};
+  return launch_rows(how, grid, low_rank_up_kernel<kRows>, p);
 }
 
 }  // namespace
@@ -110,10 +114,17 @@ const char* launch_low_rank(const mlspec_cuda_low_rank& p, const mlspec_cuda_row
 
 using namespace mlspec;
 
-const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank* low_rank, const mlspec_cuda_row_launch* how) {
-  if (low_rank->n == 1) return launch_low_rank<1, 1>(*low_rank, *how);
-  if (low_rank->n == 2) return launch_low_rank<1, 2>(*low_rank, *how);
-  if (low_rank->n <= 4) return launch_low_rank<1, 4>(*low_rank, *how);
-  if (low_rank->n <= kFewRows) return launch_low_rank<1, 8>(*low_rank, *how);
-  return launch_low_rank<4, 8>(*low_rank, *how);
+const char* mlspec_cuda_low_rank_between(const mlspec_cuda_low_rank_down* down, const mlspec_cuda_row_launch* how) {
+  if (down->n == 1) return launch_down<1, 1>(*down, *how);
+  if (down->n == 2) return launch_down<1, 2>(*down, *how);
+  if (down->n <= 4) return launch_down<1, 4>(*down, *how);
+  if (down->n <= kFewRows) return launch_down<1, 8>(*down, *how);
+  return launch_down<4, 8>(*down, *how);
+}
+
+const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank_up* up, const mlspec_cuda_row_launch* how) {
+  if (up->n == 1) return launch_up<1>(*up, *how);
+  if (up->n == 2) return launch_up<2>(*up, *how);
+  if (up->n <= 4) return launch_up<4>(*up, *how);
+  return launch_up<8>(*up, *how);
 }

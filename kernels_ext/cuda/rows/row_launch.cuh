@@ -87,6 +87,12 @@ __device__ __forceinline__ float load_one(const float* from) { return *from; }
 __device__ __forceinline__ void store_one(__nv_bfloat16* to, float value) { *to = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store_one(float* to, float value) { *to = value; }
 
+// The column that place `at` of an ordered row takes, the nearest one there is.
+__device__ __forceinline__ int column_of(const int32_t* order, int64_t at, int64_t width) {
+  const int from = order[at];
+  return from < 0 ? 0 : from < width ? from : int(width - 1);
+}
+
 // In a tree of lanes; every lane has the sum.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

@@ -1,126 +1,12 @@
-// How are rows normed, gated, ordered and looked up? One block a row where a row is summed; elements of 16 bytes at a time.
+// How are rows gated, ordered and looked up? Elements of 16 bytes at a time.
 #include "activation.cuh"
 
 namespace mlspec {
 namespace {
 
-constexpr int kNormThreads = 512, kNormVectors = 4;  // of a row in registers: up to 16384 elements
 constexpr int kElementThreads = 128;                 // of kernels without sums: small blocks spread over the chip
 constexpr int kMaxGridRows = 65535;
 constexpr int kStagedThreads = 512, kStagedRows = 4, kStagedBytes = 96 * 1024;  // of ordered rows through shared memory
-
-struct NormRows {
-  const __nv_bfloat16 *x, *residual;
-  __nv_bfloat16 *normed, *total;
-  float eps;
-  int width;
-  const int32_t* order;  // of the normed columns, or null
-};
-
-// The column that place `at` of an ordered row takes, the nearest one there is.
-__device__ __forceinline__ int column_of(const int32_t* order, int64_t at, int64_t width) {
-  const int from = order[at];
-  return from < 0 ? 0 : from < width ? from : int(width - 1);
-}
-
-// kVectors: a thread's share of a row. kOrdered: normed columns are exchanged in shared memory before they are written.
-template <class Weight, int kVectors, bool kOrdered>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(NormRows rows, const Weight* weight) {
-  __shared__ float sums[kWarp];
-  __shared__ __align__(16) __nv_bfloat16 line[kOrdered ? kNormThreads * kVectors * kVector : kVector];
-  int column[kVectors][kVector];
-  launch_dependents();
-  const int64_t first = int64_t(blockIdx.x) * rows.width;
-  float scale[kVectors][kVector], row[kVectors][kVector], sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = (threadIdx.x + i * blockDim.x) * kVector;
-    if (at < rows.width) load_vector(weight + at, scale[i]);
-    if (kOrdered && at < rows.width)
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) column[i][e] = column_of(rows.order, at + e, rows.width);
-  }
-  wait_for_previous_kernel();
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = (threadIdx.x + i * blockDim.x) * kVector;
-    if (at >= rows.width) continue;
-    load_vector(rows.x + first + at, row[i]);
-    if (rows.residual) {
-      float other[kVector];
-      load_vector(rows.residual + first + at, other);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) row[i][e] = rounded(row[i][e] + other[e]);
-      store_vector(rows.total + first + at, row[i]);
-    }
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) sum = fmaf(row[i][e], row[i][e], sum);
-  }
-  const float inverse = rsqrtf(block_sum(sum, sums) / float(rows.width) + rows.eps);
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int at = (threadIdx.x + i * blockDim.x) * kVector;
-    if (at >= rows.width) continue;
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) row[i][e] = row[i][e] * inverse * scale[i][e];
-    store_vector(kOrdered ? line + at : rows.normed + first + at, row[i]);
-  }
-  if constexpr (kOrdered) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int at = (threadIdx.x + i * blockDim.x) * kVector;
-      if (at >= rows.width) continue;
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) row[i][e] = load_one(line + column[i][e]);
-      store_vector(rows.normed + first + at, row[i]);
-    }
-  }
-}
-
-// Of any width: rows are read twice.
-template <class Weight>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_any_kernel(NormRows rows, const Weight* weight) {
-  __shared__ float sums[kWarp];
-  launch_dependents();
-  wait_for_previous_kernel();
-  const int64_t first = int64_t(blockIdx.x) * rows.width;
-  const auto element = [&](int e) {
-    const float x = load_one(rows.x + first + e);
-    return rows.residual ? rounded(x + load_one(rows.residual + first + e)) : x;
-  };
-  float sum = 0.f;
-  for (int e = threadIdx.x; e < rows.width; e += blockDim.x) {
-    const float value = element(e);
-    if (rows.residual) store_one(rows.total + first + e, value);
-    sum = fmaf(value, value, sum);
-  }
-  const float inverse = rsqrtf(block_sum(sum, sums) / float(rows.width) + rows.eps);
-  for (int e = threadIdx.x; e < rows.width; e += blockDim.x) {
-    const int from = rows.order ? column_of(rows.order, e, rows.width) : e;
-    store_one(rows.normed + first + e, element(from) * inverse * load_one(weight + from));
-  }
-}
-
-template <class Weight, bool kOrdered>
-const char* rms_norm_of_vectors(const NormRows& rows, const Weight* weight, int share, const RowGrid& grid,
-                                const mlspec_cuda_row_launch& how) {
-  if (share == 1) return launch_rows(how, grid, rms_norm_kernel<Weight, 1, kOrdered>, rows, weight);
-  if (share == 2) return launch_rows(how, grid, rms_norm_kernel<Weight, 2, kOrdered>, rows, weight);
-  return launch_rows(how, grid, rms_norm_kernel<Weight, kNormVectors, kOrdered>, rows, weight);
-}
-
-template <class Weight>
-const char* rms_norm(const NormRows& rows, const Weight* weight, int64_t n, const mlspec_cuda_row_launch& how) {
-  const int vectors = rows.width / kVector;
-  const unsigned whole = unsigned((vectors + kWarp - 1) / kWarp * kWarp);
-  const RowGrid grid{dim3(unsigned(n)), whole < kNormThreads ? whole : kNormThreads};
-  const int share = vectors ? (vectors + grid.threads - 1) / grid.threads : 0;
-  if (rows.width % kVector || share < 1 || share > kNormVectors)
-    return launch_rows(how, {dim3(unsigned(n)), kNormThreads}, rms_norm_any_kernel<Weight>, rows, weight);
-  return rows.order ? rms_norm_of_vectors<Weight, true>(rows, weight, share, grid, how)
-                    : rms_norm_of_vectors<Weight, false>(rows, weight, share, grid, how);
-}
 
 // Which columns of a row the kVector places from `at` on take; the nearest ones there are, and 0 beyond the row.
 __device__ __forceinline__ void columns_of(const int32_t* order, int64_t at, int64_t width, int64_t (&column)[kVector]) {
@@ -305,16 +191,6 @@ const char* embed_rows(const int32_t* ids, const void* table, int64_t vocab, int
 }  // namespace mlspec
 
 using namespace mlspec;
-
-const char* mlspec_cuda_rms_norm(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
-                                 int64_t n, int64_t width, const int32_t* order, void* normed, void* total,
-                                 const mlspec_cuda_row_launch* how) {
-  if (width > INT32_MAX || n > INT32_MAX) return "rms_norm takes up to 2^31 - 1 rows and elements of a row";
-  const NormRows rows{static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(residual),
-                      static_cast<__nv_bfloat16*>(normed), static_cast<__nv_bfloat16*>(total), eps, int(width), order};
-  return weight_is_bf16 ? rms_norm(rows, static_cast<const __nv_bfloat16*>(weight), n, *how)
-                        : rms_norm(rows, static_cast<const float*>(weight), n, *how);
-}
 
 const char* mlspec_cuda_gated(const void* gate, const void* up, int64_t stride, int64_t n, int64_t width, int32_t activation,
                               const int32_t* order, void* out, const mlspec_cuda_row_launch* how) {

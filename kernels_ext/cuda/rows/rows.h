@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "../linear/linear.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -66,18 +68,45 @@ typedef struct {
 
 const char* mlspec_cuda_hadamard_rows(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_row_launch* how);
 
-// y + up (down x) in float32, rounded once. Output o adds up ranks first[o] to first[o] + rank, the nearest ones there are.
+// Rows become integers where they are computed, with the bits of the two calls one behind the other: `codes` says how, but for x, stream
+// and overlap; num_tokens rows of in_features columns. order: of the columns that are coded, null, or int32 [in_features].
+
+// The rows of mlspec_cuda_rms_norm; whether rows of this width are served.
+const char* mlspec_cuda_norm_codes(const void* x, const void* residual, const void* weight, int32_t weight_is_bf16, float eps,
+                                   const int32_t* order, void* total, const mlspec_cuda_quantize* codes,
+                                   const mlspec_cuda_row_launch* how);
+int32_t mlspec_cuda_norm_codes_serves(int64_t width);
+
+// The rows of mlspec_cuda_gated, x being gate; where activation is -1, x as it is.
+const char* mlspec_cuda_row_codes(const void* x, const void* up, int64_t stride, int32_t activation, const int32_t* order,
+                                  const mlspec_cuda_quantize* codes, const mlspec_cuda_row_launch* how);
+
+// The rows of mlspec_cuda_hadamard_rows, whose `out` is not read; whether these sizes are served.
+const char* mlspec_cuda_hadamard_codes(const mlspec_cuda_hadamard* hadamard, const mlspec_cuda_quantize* codes,
+                                       const mlspec_cuda_row_launch* how);
+int32_t mlspec_cuda_hadamard_codes_serves(const mlspec_cuda_hadamard* hadamard, int32_t group_size);
+
+// between = down x in float32.
 typedef struct {
-  const void *x, *y;     // bfloat16 [n, in_features], [n, out_features]
-  const float* down;     // [ranks, in_features]
+  const void* x;      // bfloat16 [n, in_features], a multiple of 8
+  const float* down;  // [ranks, in_features]
+  float* between;     // [n, ranks], written
+  int64_t n, in_features, ranks;
+} mlspec_cuda_low_rank_down;
+
+const char* mlspec_cuda_low_rank_between(const mlspec_cuda_low_rank_down* down, const mlspec_cuda_row_launch* how);
+
+// y + up between in float32, rounded once. Output o adds up ranks first[o] to first[o] + rank, the nearest ones there are.
+typedef struct {
+  const void* y;         // bfloat16 [n, out_features]
+  const float* between;  // [n, ranks]
   const float* up;       // [rank, out_features]
   const int32_t* first;  // [out_features]
-  float* between;        // [n, ranks], written
   void* out;             // bfloat16 [n, out_features]
-  int64_t n, in_features, out_features, ranks, rank;  // in_features: a multiple of 8
-} mlspec_cuda_low_rank;
+  int64_t n, out_features, ranks, rank;
+} mlspec_cuda_low_rank_up;
 
-const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank* low_rank, const mlspec_cuda_row_launch* how);
+const char* mlspec_cuda_low_rank_added(const mlspec_cuda_low_rank_up* up, const mlspec_cuda_row_launch* how);
 
 // ids int32 [n]; table [vocab, width], float32 or bfloat16 -> out [n, width].
 const char* mlspec_cuda_embed_rows(const int32_t* ids, const void* table, int32_t table_is_bf16, int64_t vocab, int64_t n,
