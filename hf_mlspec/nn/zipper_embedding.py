@@ -24,6 +24,7 @@ class ZipperEmbedding(PackedModule):
         weight_planes    uint8     [K, rows, in / 8]           [rows, P, in / 8]
         weight_scale     float16   [rows, 1]                   [rows, 1, 1]
         weight_split     int32     [4]                         and behind these four the places
+        row_like         bfloat16  [0]                         the same: of which dtype the rows are
 
     A row is read whole at every precision: it is few bits, and a draft begins with it.
     """
@@ -54,6 +55,8 @@ class ZipperEmbedding(PackedModule):
         # As the embedding's own forward has it: rounded to the table's dtype.
         scaled = self._own_scale is not None
         self.embed_scale = float(torch.tensor(self._own_scale, dtype=self.dtype, device="cpu")) if scaled else None
+        like = torch.empty(0, dtype=self.dtype, device=weight.weight_planes.device)
+        self.row_like = nn.Parameter(like, requires_grad=False)  # first: a model's dtype is that of its first floats
         self._register_parts("weight", weight.parts)
         self.train(embedding.training)
 

@@ -46,6 +46,7 @@ def test_packed_while_loading_saved_and_loaded_bit_for_bit(tmp_path, kind, tied,
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert (type(table), type(head)) == (ZipperEmbedding, ZipperLinear)
     assert model.config.tie_word_embeddings is False
+    assert model.dtype == torch.bfloat16
     for end, weight in ((table, wide.get_input_embeddings().weight), (head, wide.get_output_embeddings().weight)):
         wanted = ZipperWeight.from_dense(weight.detach(), mode=mode)
         assert torch.equal(end.packed_weight().dequantize(), wanted.dequantize())
@@ -64,6 +65,7 @@ def test_packed_while_loading_saved_and_loaded_bit_for_bit(tmp_path, kind, tied,
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert type(again.get_input_embeddings()) is ZipperEmbedding
+    assert again.dtype == torch.bfloat16
     assert torch.equal(again.generate(**inputs, **GREEDY), alone)
     with pytest.raises(NoTableError, match="no weight of its own"):
         again.resize_token_embeddings(70)
@@ -95,6 +97,10 @@ def test_a_chain_writes_what_the_model_writes(tmp_path, mode):
     given = {"speculation_config": {"num_draft_tokens": 3}, "assistant_models": ["zipper-low"]}
     assert torch.equal(model.generate(**inputs, **GREEDY, **given), alone)
     assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+    dense(tmp_path / "draft").save_pretrained(tmp_path / "draft")
+    given["assistant_models"].append(str(tmp_path / "draft"))
+    assert torch.equal(model.generate(**inputs, **GREEDY, **given), alone)
+    assert hf_mlspec.last_stats(model).levels[1].drafted > 0
 
 
 def test_a_model_in_memory_and_one_that_was_calibrated(tmp_path):
