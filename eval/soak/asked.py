@@ -20,13 +20,14 @@ from transformers import (
 )
 
 import hf_mlspec
-from hf_mlspec.demo_pair import demo_prompts
 
 PAD = 0
 _ASKS, _BATCH = 12, 3  # requests of a model; the most rows of a call
 _SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
           "initializer_range": 0.3}  # fmt: skip
+_TEXTS = ("import math\n\n\nclass Vector:\n    def __init__(self, x, y):\n", "def mean(values):\n    \"\"\"The mean",
+          "Compute the mean of an array along the given axis.", "for name in sorted(", "Train a model with gradient")
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -87,7 +88,7 @@ def everything(seed: int, device: str) -> list[Asked]:
     target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in
                      hf_mlspec.demo_pair())  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(hf_mlspec.demo_pair()[0])
-    texts = [tuple(tokenizer(one["text"])["input_ids"]) for one in demo_prompts()]
+    texts = [tuple(tokenizer(text)["input_ids"]) for text in _TEXTS]
     found = [_asked("demo pair", target, draft, _engines("cpu", "cuda", device=device), chance, device, texts)]
     for number, (name, kind, config, more, engines) in enumerate((
         ("llama", LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}, ("cpu", "cuda")),

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import hf_mlspec
-from hf_mlspec.nn.state import states
 
 from .asked import PAD, Ask, Asked, everything
 
@@ -170,8 +169,8 @@ def _change(phase: Phase, models: list[Asked], ended: threading.Event, chance: r
 
 def sizes() -> dict[str, int]:
     """What this process holds. memory: bytes that are resident; allocated: what malloc gave of them and nobody gave
-    back. graphs: programs and rounds that models keep. A joined thread may be there for a moment: the fewest of some
-    looks."""
+    back. chains, programs, graphs: of captured rounds, whoever holds them. A joined thread may be there for a moment:
+    the fewest of some looks."""
     gc.collect()
     tasks = []
     for _ in range(20):
@@ -180,13 +179,12 @@ def sizes() -> dict[str, int]:
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[1])
     held = gc.get_objects()
+    kinds = Counter(type(one).__name__ for one in held)
     found = {"memory": pages * os.sysconf("SC_PAGE_SIZE"), "allocated": _allocated(), "threads": min(tasks),
              "files": len(os.listdir("/proc/self/fd")), "objects": len(held),
              "tensors": sum(issubclass(type(one), torch.Tensor) for one in held),
              "modules": sum(issubclass(type(one), nn.Module) for one in held),
-             "chains": sum(len(state.chains) for state in list(states.values())),
-             "graphs": sum(len(chain._programs) + len(chain.graphs._graphs) for state in list(states.values())
-                           for chain in state.chains)}  # fmt: skip
+             "chains": kinds["CapturedChain"], "programs": kinds["RoundProgram"], "graphs": kinds["Recording"]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["device"] = torch.cuda.memory_allocated()
     return found

@@ -13,6 +13,7 @@ from .untold import TRIAL_SHARE, Learner
 _AHEAD = 256  # tokens that a row may still gain, for which trials may spend in advance where nothing is remembered
 _LEAST_TRIAL = 0.05  # of a round that a trial takes at least
 _ROWS_OF_A_TRIAL = 8  # one row in so many takes part, or all, where that loses no more than _LEARNED times as much
+_OF_A_CALL = 0.03  # of the rest of a call may go to capturing a round for what costs forbid
 _LEARNED, _SAVED, _SAVED_FOR = 1.5, 3.0, 64  # calls of so many tokens have so many times what one may lose, saved up
 
 
@@ -84,10 +85,11 @@ class Trials(Learner):
     def _of_high_costs(self, search: Search, speed: float) -> Plan | None:
         """The shortest draft of a level that costs forbid, if nobody has seen what its rounds take, and those may be
         lost. They are timed with all rows, as costs of many tokens are wrong as often as those of few."""
+        most = min(self.memory.capturing, _OF_A_CALL * search.time(search.off))
         for plan in search.too_dear(speed):
             all_, rounds = Drafting.all_of(search.batch), max(self.TRIAL, self.TIMED_TRIAL)
             lost = rounds * search.lost(plan, all_, speed) + 2 * self._took + self.to_build
-            if lost <= self.memory.spare and search.to_prepare(plan) <= self.memory.capturing:
+            if lost <= self.memory.spare and search.to_prepare(plan) <= most:
                 self._trying, self._of_costs = all_, True
                 return plan
         return None
