@@ -15,7 +15,7 @@ class Renamed(LlamaForCausalLM):
 
 
 def test_a_class_without_a_description_runs_captured():
-    model = random_model("llama", torch.bfloat16).cuda()
+    model = random_model("llama", torch.bfloat16, hidden_size=128, intermediate_size=176, head_dim=32).cuda()
     ids = torch.tensor([[5, 9, 40]], device="cuda")
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, assistant_models=[], **how)
