@@ -1,4 +1,4 @@
-// Which kernel multiplies rows of experts? On Hopper warps of their own where a token is alone (expert_few.cuh), else blocks
+// Which kernel multiplies rows of experts? On Hopper warps of their own where an expert has a few (expert_few.cuh), else blocks
 // (expert_block.cuh): in one order of sums.
 #pragma once
 
@@ -6,11 +6,25 @@
 
 namespace mlspec::portable {
 
-// A token alone. Two warps a group leave blocks enough for all multiprocessors. Eight rows by warps take longer than by blocks.
+// Of a token alone two warps a group, which leave blocks enough for all multiprocessors; else four, which share their tokens.
 template <class Format>
-const char* launch_one_row(const mlspec_cuda_expert_linear& args) {
-  constexpr int kStages = 8;
-  return launch_few<FewVariant<Format, 2, 1>>(args, kStages);
+using OneRow = FewVariant<Format, 2, 1>;
+template <class Format>
+using EightRows = FewVariant<Format, 4, 8>;
+constexpr int kOneRowStages = 8, kEightRowsStages = 3;
+
+// Whether the tokens of an item leave a multiprocessor room for several blocks.
+template <class Format>
+bool has_few_rows(const mlspec_cuda_expert_linear& args) {
+  constexpr int kMost = 80 * 1024;
+  const int chunks = int((args.linear.in_features + Format::kChunk - 1) / Format::kChunk);
+  return args.most_rows == 1 || EightRows<Format>::shared_bytes(kEightRowsStages, chunks) <= kMost;
+}
+
+template <class Format>
+const char* launch_few_rows(const mlspec_cuda_expert_linear& args) {
+  if (args.most_rows == 1) return launch_few<OneRow<Format>>(args, kOneRowStages);
+  return launch_few<EightRows<Format>>(args, kEightRowsStages);
 }
 
 template <class Format>
@@ -26,7 +40,7 @@ const char* launch_rows_of_experts(const mlspec_cuda_expert_linear& args) {
   switch (mlspec_cuda_rows_of_item(args.num_pairs, args.num_experts)) {
     case 8: {
       if constexpr (kFewByWarps<Format>)
-        if (args.copy_engine && args.most_rows == 1) return launch_one_row<Format>(args);
+        if (args.copy_engine && has_few_rows<Format>(args)) return launch_few_rows<Format>(args);
       const int64_t tiles = (a.out_features + kTileOutputs - 1) / kTileOutputs;
       if (tiles * mlspec_cuda_most_items(args.num_pairs, args.num_experts) <= kFewBlocks)
         return launch_experts<Variant<Format, 1, kPairBytes, kDeepStages>>(args);
