@@ -16,7 +16,7 @@ constexpr int kOneRowStages = 8, kEightRowsStages = 3;
 // Whether the tokens of an item leave a multiprocessor room for several blocks.
 template <class Format>
 bool has_few_rows(const mlspec_cuda_expert_linear& args) {
-  constexpr int kMost = 80 * 1024;
+  constexpr int kMost = 96 * 1024;
   const int chunks = int((args.linear.in_features + Format::kChunk - 1) / Format::kChunk);
   return args.most_rows == 1 || EightRows<Format>::shared_bytes(kEightRowsStages, chunks) <= kMost;
 }
