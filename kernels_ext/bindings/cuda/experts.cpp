@@ -127,7 +127,7 @@ mlspec_cuda_expert_linear check_rows(const char* op, const Tensor& x, const Tens
   check_vector(op, "plan", plan, pairs + 3 * mlspec_cuda_most_items(pairs, count), "x", x);
   mlspec_cuda_expert_linear args{};
   args.plan = plan.const_data_ptr<int32_t>();
-  args.num_pairs = pairs, args.num_experts = count, args.most_rows = experts.size(0);
+  args.num_pairs = pairs, args.num_experts = count;
   args.linear.tiles = weight.const_data_ptr();
   args.linear.num_tokens = x.size(0), args.linear.in_features = in;
   args.linear.activation_bits = 16;
@@ -174,7 +174,6 @@ Tensor multiply_rows(const char* op, ExpertKernel kernel, mlspec_cuda_expert_lin
   if (a.activation_bits != 16) codes = quantized(call, rows, a.group_size, a.activation_bits, a);
   a.out = y.mutable_data_ptr();
   a.overlap = call.overlap(), a.stream = call.stream();
-  args.copy_engine = hopper_serves(call.capability());
   call.check(kernel(&args));
   return y;
 }

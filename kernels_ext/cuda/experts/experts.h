@@ -65,14 +65,12 @@ typedef struct {
   const int32_t* plan;
   int64_t num_pairs;         // a multiple of linear.num_tokens: a token has num_pairs / num_tokens of them
   int64_t num_experts;
-  int64_t most_rows;         // that an expert can have: the tokens whose experts these are, each of which goes to an expert once
   int64_t bytes_of_expert;   // in tiles
   int64_t more_of_expert;    // in linear.more, bytes: low tiles of nested weights
   int64_t shifts_of_expert;  // in exponent_shift
   float slope, limit;        // limit above 0: gate and up come in turns, and out [pairs, out / 2] is what gated_pairs makes of them
   int32_t activation;        // 0 or above (mlspec_activation): gate comes before up, each a multiple of 32, and out [pairs, out / 2] is
                              // what gated makes of them; -1: none
-  int32_t copy_engine;       // whether it may bring weights (compute capability 9.0): the same bits, sooner
 } mlspec_cuda_expert_linear;
 
 // Every GPU since sm_80. A pair's bits depend neither on the other pairs nor on how many there are.
