@@ -339,7 +339,7 @@ class PlaneLoader:
             finally:
                 self._open, self.residency.used = False, 0
                 self.room.close()
-                self.store.close()
+                self.store.close(lost=bool(getattr(self.room, "lost", "")))
 
     def __reduce__(self) -> tuple:
         raise TypeError(

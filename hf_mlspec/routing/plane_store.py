@@ -6,6 +6,7 @@ device read, so that a fetch copies and computes nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -44,8 +45,8 @@ class PlaneStore(Protocol):
     def read(self, place: int, first: int, into: Tensor) -> None:
         """Planes from ``first`` on into contiguous uint8 ``[planes, bytes]`` on the host. PlaneError."""
 
-    def close(self) -> None:
-        """Give back what it holds. A second call does nothing."""
+    def close(self, lost: bool = False) -> None:
+        """Give back what it holds. A second call does nothing. lost: the GPU that copied from it is gone."""
 
 
 class HostStore:
@@ -82,7 +83,12 @@ class HostStore:
     def read(self, place: int, first: int, into: Tensor) -> None:
         into.copy_(self.planes(place, first, len(into)))
 
-    def close(self) -> None:
+    def close(self, lost: bool = False) -> None:
+        """As `PlaneStore.close`. Behind a lost GPU pinned memory is left to the end of the process: torch asks the GPU
+        before it gives such memory back, in a destructor, whose error would end the process."""
+        if lost and self.pinned:
+            for own in self._held:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(own))
         self._held = []
 
 
@@ -175,7 +181,7 @@ class FileStore:
                 f"written, {now[0]:,} now): load the model again"
             )
 
-    def close(self) -> None:
+    def close(self, lost: bool = False) -> None:
         if self._fd is not None:
             self._fd = None
             self._close()

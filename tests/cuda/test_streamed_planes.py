@@ -330,7 +330,7 @@ hf_mlspec.clear(model)
 assert not any(vars(source.counts).values()), source.counts
 assert sorted(source._free) == list(range(source.slots))
 source.close()
-print("closed")
+print("closed", flush=True)
 """
 
 

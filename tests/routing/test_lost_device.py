@@ -6,13 +6,14 @@ tests/cuda/test_streamed_planes.py loses one.
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 
 from hf_mlspec.routing.lost_device import survives_loss, tells_loss
 from hf_mlspec.routing.plane_counting import PlaneCounting
-from hf_mlspec.routing.plane_store import PlaneError
+from hf_mlspec.routing.plane_store import HostStore, PlaneError
 
 ASSERTED = "CUDA error: device-side assert triggered"
 
@@ -89,3 +90,15 @@ def test_waits_on_a_lost_device_are_counted_as_none():
         counting.add(hits=2)
     assert (own.hits, own.stall_seconds) == (2, 0.0)
     assert not counting._stalls
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_pinned_memory_outlives_a_lost_gpu(lost):
+    """Its destructor asks the GPU, and ends the process."""
+    store = HostStore([(2, 16)], pin=False)
+    store.put(0, torch.ones(2, 16, dtype=torch.uint8))
+    store.pinned, held = True, weakref.ref(store._held[0])
+    for _ in range(2):
+        store.close(lost=lost)
+    assert store._held == []
+    assert (held() is not None) == lost
