@@ -191,7 +191,8 @@ class Sanitizer:
         so_far = len(re.findall(r"(?m)^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier error|Program hit)", text))
         reports = f"at least {so_far}, not ended:" if reports is None else reports
         return {"family": family, "tool": tool, "reports": reports, "passed": int(passed[-1]) if passed else 0,
-                "failed": bool(re.search(r"\d+ (failed|error)", text)), "seconds": round(time.monotonic() - begin)}
+                "failed": bool(re.search(r"\d+ failed|INTERNALERROR|no tests ran", text)),
+                "seconds": round(time.monotonic() - begin)}  # fmt: skip
 
 
 def _ended(command: list[str], seconds: float, env: Any = None) -> str:

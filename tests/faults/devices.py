@@ -115,15 +115,19 @@ def _scenes() -> dict[str, Callable[[], Any]]:
         target = tiny(kind, **shape, max_position_embeddings=2048).cuda()
         below = levels(target)
 
-        def act(given: list = below) -> list:
+        def act() -> list:
             for model in (target, *(one for one in below if not isinstance(one, str))):
                 hf_mlspec.clear(model)
                 hf_mlspec.restore(model)
             gc.collect()
             torch.cuda.empty_cache()
-            return write(target, given, **options)
+            return write(target, below, **options)
 
-        return Scene([target], act, lambda: act([]))
+        def alone() -> list:  # by the same steps: those of stock modules part from them near ties
+            hf_mlspec.prepare(target)
+            return write(target, [], **options)
+
+        return Scene([target], act, alone)
 
     def two(target: Any) -> list:
         return ["mxfp4", near(tiny(**shape, max_position_embeddings=2048), 0.02).cuda()]
