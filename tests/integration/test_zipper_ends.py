@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from models import prompts, tiny
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
@@ -69,6 +70,20 @@ def test_packed_while_loading_saved_and_loaded_bit_for_bit(tmp_path, kind, tied,
     assert torch.equal(again.generate(**inputs, **GREEDY), alone)
     with pytest.raises(NoTableError, match="no weight of its own"):
         again.resize_token_embeddings(70)
+
+
+def test_a_folder_without_the_empty_tensor_loads(tmp_path):
+    model, inputs = packed(tmp_path / "wide", tied=True), prompts([8, 5])
+    model.save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("row_like")}
+    assert len(kept) < len(load_file(file))
+    save_file(kept, file, metadata={"format": "pt"})
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(told["missing_keys"])
+    assert (again.dtype, again.get_input_embeddings().row_like.device.type) == (torch.bfloat16, "cpu")
+    assert torch.equal(again.eval().generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    assert main(["inspect", str(tmp_path / "packed"), "--json"]) == 0
 
 
 @pytest.mark.skipif(not has_compiled_decoder(), reason="no compiled library")

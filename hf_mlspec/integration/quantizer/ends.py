@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -83,6 +85,9 @@ def put_empty_embedding(model: PreTrainedModel, config: MLSpecConfig) -> None:
     require_loadable(table, path)
     rows = ZipperEmbedding.empty(table, f"{path}.weight", precision_switch(model), **config.format_settings)
     model.set_submodule(path, rows)
+    # Empty, and absent from folders of versions that did not save it.
+    ignored = {*(model._keys_to_ignore_on_load_missing or ()), rf"(^|\.){re.escape(path)}\.row_like$"}
+    model._keys_to_ignore_on_load_missing = ignored
 
 
 def require_loadable(table: nn.Module, path: str) -> None:
