@@ -71,8 +71,10 @@ class RoundGraphs:
                 self._graphs.move_to_end((program, batch))
             return
         begin, state = time.perf_counter(), self.state.of_rows(batch)
-        while len(self._graphs) >= _KEPT:  # those of the target alone are what is left where memory is short
-            del self._graphs[next((key for key in self._graphs if key[0].active), next(iter(self._graphs)))]
+        while len(self._graphs) >= _KEPT:  # those of the target alone are what is left where memory is short,
+            # but rounds that read what rows lack: without them it is read before
+            spared = next(iter(self._graphs))
+            del self._graphs[next((key for key in self._graphs if key[0].active or key[0].lead > 1), spared)]
         self._rehearse(program, state)
         device = state.tokens.device
         self._graphs[program, batch] = recorded(
