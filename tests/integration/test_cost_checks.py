@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,3 +264,22 @@ def test_costs_that_a_trial_disproves_are_timed_at_all_widths_once(model, cache,
     assert not probe.is_due(openings.due)  # else no call would do without its levels
     assert widths["checks"] == [((1, 8, 32, 128), True)] * 2
     assert of_many(model) == {2.5e-3}
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [((1e-3, 2e-3, 8e-3, 0.03), (1, 8, 32, 128)),
+                                                 ((0.1, 0.11, 0.2, 0.6), (1, 8, 32)),
+                                                 ((0.4, 0.5, 0.8, 3.0), (1, 8))])  # fmt: skip
+def test_a_call_does_not_wait_long_for_costs_that_a_trial_disproves(model, cache, timed, monkeypatch, seconds, tokens):
+    """`mlspec tune` has all the time of the world, and measures passes of 128 tokens of the largest model."""
+    asked, kept = [], PassCosts((1, 8, 32, 128), seconds, (0.0,) * 4, measured=1e9)
+
+    def measured(engine, *, tokens, **_):
+        asked.append(tuple(tokens))
+        return PassCosts((1, 8), seconds[:2], (0.0, 0.0), measured=1e9)
+
+    monkeypatch.setattr(probe, "measured", measured)
+    engine = SimpleNamespace(model=model, name="cpu", bits=None, dtype=torch.float32, kept_in=None)
+    how = {"budget": 1.0, "prepare": True, "replayed": False, "profile": "tuned.json"}
+    for _ in range(2):
+        probe._check(engine, engine, kept, disproved=True, **how)
+    assert asked == [tokens]

@@ -32,6 +32,7 @@ _CHECK_PASSES, _CHECK_SHARE = 8, 0.002  # passes that this takes, and of all tim
 _CHECK_TOKENS = 1, 8  # of a pass: a step, and a check
 _WIDE_TOKENS = 32, 128  # of checks of many rows, timed where that is little, or where rounds were too short
 _CHECK_REPEATS = 2
+_MOST_ANEW = 4.0  # seconds that so many passes may take where rounds have shown that costs do not hold: a call waits
 _AGAIN, _MOST_AGAIN = 0.3, 32  # of a budget, and tokens of a pass, where costs are measured anew: a call waits for it
 _SLOWER = 3  # times in a row that passes took longer, as of which costs were too low, and no load is the reason
 _BUILDING_SHARE = 0.05  # of what a process has taken may go to building levels whose costs are to be timed again
@@ -156,7 +157,7 @@ def _check(
     if not is_due(check.due):
         return
     begin, how = monotonic(), {"prepare": prepare, "replayed": replayed}
-    again = _timed_again(engine, kept, math.inf if anew else _CHECK_SHARE * check.wait, how)
+    again = _timed_again(engine, kept, _MOST_ANEW if anew else _CHECK_SHARE * check.wait, {**how, "long": anew})
     ratios = [one / kept.of(float(count)) for count, one in zip(again.tokens, again.seconds, strict=True)]
     if again.attention and anew:
         ratios.append(again.attention / kept.attention if kept.attention else 1.0)
@@ -175,14 +176,13 @@ def _check(
 
 
 def _timed_again(engine: Engine, kept: PassCosts, share: float, how: dict[str, bool]) -> PassCosts:
-    """Passes of few tokens, and those of many that take no more than so many seconds. Without a bound also what
-    attention costs. Costs of many tokens may be wrong: a pass takes no more than several of fewer tokens."""
+    """Passes of few tokens, and those of many that take no more than so many seconds, behind which there is time for
+    what attention costs, too. Costs of many tokens may be wrong: a pass takes no more than several of fewer tokens."""
     few, seconds = _CHECK_TOKENS[-1], kept.of(float(_CHECK_TOKENS[-1]))
     takes = {count: _CHECK_PASSES * min(kept.of(float(count)), count / few * seconds) for count in _WIDE_TOKENS}
     wide = [count for count in _WIDE_TOKENS if count <= kept.tokens[-1] and takes[count] <= share]
     budget = sum(takes[count] for count in wide)
-    return measured(engine, budget=budget, repeats=_CHECK_REPEATS, tokens=(*_CHECK_TOKENS, *wide),
-                    long=math.isinf(share), **how)  # fmt: skip
+    return measured(engine, budget=budget, repeats=_CHECK_REPEATS, tokens=(*_CHECK_TOKENS, *wide), **how)
 
 
 def _are_told(profile: str | os.PathLike | None) -> bool:
