@@ -190,9 +190,10 @@ class Sanitizer:
         passed = re.findall(r"(\d+) passed", text)
         so_far = len(re.findall(r"(?m)^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier error|Program hit)", text))
         reports = f"at least {so_far}, not ended:" if reports is None else reports
+        bad = re.search(r"\d+ failed|\d+ errors? in |INTERNALERROR|no tests ran", text)
+        died = isinstance(reports, int) and not passed  # a process that dies says neither
         return {"family": family, "tool": tool, "reports": reports, "passed": int(passed[-1]) if passed else 0,
-                "failed": bool(re.search(r"\d+ failed|INTERNALERROR|no tests ran", text)),
-                "seconds": round(time.monotonic() - begin)}  # fmt: skip
+                "failed": bool(bad) or died, "seconds": round(time.monotonic() - begin)}  # fmt: skip
 
 
 def _ended(command: list[str], seconds: float, env: Any = None) -> str:
