@@ -61,6 +61,15 @@ def test_the_image_begins_with_what_it_is_built_from(image):
     assert used == names == {"BASE", "TORCH_INDEX"}
 
 
+def test_who_is_told_of_another_base_is_told_of_its_torch(image):
+    """The default torch has no CUDA: on another base alone the server would decode on the CPU."""
+    assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in of(image, "ARG")
+    guide = (ROOT / "docs" / "guide" / "serving.md").read_text()
+    for text in (guide, (DEPLOY / "Dockerfile").read_text()):
+        told = re.findall(r"--build-arg (\w+)=", text)
+        assert told == ["BASE", "TORCH_INDEX"]
+
+
 def test_its_shell_can_be_read_and_finds_what_it_looks_for(image):
     for line in of(image, "RUN"):
         subprocess.run(["sh", "-n", "-c", line], check=True)
