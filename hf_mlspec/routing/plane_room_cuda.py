@@ -23,7 +23,7 @@ from ..nn.plane_source import InGraph
 from ..ops.planes import tiles_cuda
 from .lost_device import survives_loss, tells_loss
 from .plane_rooms import CpuRoom, Fetch, Sizes
-from .plane_store import PlaneStore
+from .plane_store import PlaneStore, leave_to_the_process
 
 
 @dataclass
@@ -253,11 +253,17 @@ class CudaRoom:
         self._hold(place, None)
         self._top[place] = None
 
-    @survives_loss
     def close(self) -> None:
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
         try:
-            torch.cuda.synchronize(self.device)
+            self._settle()
         finally:
             self._top, self._low, self._slots, self._views = [], [], [], {}
+            if self.lost and self._bounce is not None:
+                leave_to_the_process([self._bounce])
+            self._bounce = None
+
+    @survives_loss
+    def _settle(self) -> None:
+        torch.cuda.synchronize(self.device)

@@ -49,6 +49,13 @@ class PlaneStore(Protocol):
         """Give back what it holds. A second call does nothing. lost: the GPU that copied from it is gone."""
 
 
+def leave_to_the_process(pinned: Sequence[Tensor]) -> None:
+    """Pinned memory from which a lost GPU copied ends with the process: torch asks the GPU before it gives such memory
+    back, in a destructor, whose error would end the process at once."""
+    for own in pinned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(own))
+
+
 class HostStore:
     """Planes in host memory; pinned for a GPU, unless the system refuses: ``refusal`` then has its words."""
 
@@ -84,11 +91,9 @@ class HostStore:
         into.copy_(self.planes(place, first, len(into)))
 
     def close(self, lost: bool = False) -> None:
-        """As `PlaneStore.close`. Behind a lost GPU pinned memory is left to the end of the process: torch asks the GPU
-        before it gives such memory back, in a destructor, whose error would end the process."""
+        """As `PlaneStore.close`."""
         if lost and self.pinned:
-            for own in self._held:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(own))
+            leave_to_the_process(self._held)
         self._held = []
 
 

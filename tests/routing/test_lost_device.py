@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from hf_mlspec.routing.lost_device import survives_loss, tells_loss
 from hf_mlspec.routing.plane_counting import PlaneCounting
+from hf_mlspec.routing.plane_room_cuda import CudaRoom
 from hf_mlspec.routing.plane_store import HostStore, PlaneError
 
 ASSERTED = "CUDA error: device-side assert triggered"
@@ -102,3 +104,22 @@ def test_pinned_memory_outlives_a_lost_gpu(lost):
         store.close(lost=lost)
     assert store._held == []
     assert (held() is not None) == lost
+
+
+@pytest.mark.parametrize("lost", ["", "before", "when it ends"])
+def test_what_planes_of_a_file_pass_through_outlives_a_lost_gpu_and_their_thread_ends(monkeypatch, lost):
+    def synchronize(_):
+        assert lost != "before"  # it is asked no more
+        if lost:
+            raise torch.AcceleratorError(ASSERTED)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    room = CudaRoom.__new__(CudaRoom)
+    room.device, room.lost, room._bounce = Room.device, ASSERTED if lost == "before" else "", torch.ones(8)
+    room._reader, held = ThreadPoolExecutor(1), weakref.ref(room._bounce)
+    for _ in range(2):
+        room.close()
+    assert bool(room.lost) == bool(lost)
+    assert (held() is not None) == bool(lost)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        room._reader.submit(int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -12,8 +12,14 @@ from hf_mlspec.speculation.rounds.graphs import RoundGraphs
 from hf_mlspec.speculation.rounds.state import RoundState
 
 
-def program(active: tuple[int, ...] = (), lead: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(active=active, lead=lead, layers=1, plane_sources=[])
+@dataclass(eq=False)
+class Program:
+    """As much of a `RoundProgram` as graphs ask for."""
+
+    active: tuple[int, ...] = ()
+    lead: int = 1
+    layers: int = 1
+    plane_sources: list = field(default_factory=list)
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def graphs(monkeypatch):
 
 
 def test_rounds_of_levels_go_before_those_of_the_target_alone(graphs):
-    alone, drafts = program(), [program((0,)) for _ in range(module._KEPT)]
+    alone, drafts = Program(), [Program((0,)) for _ in range(module._KEPT)]
     for one in (alone, *drafts):
         graphs.capture(one, 1)
     assert graphs.has(alone, 1)
@@ -36,15 +42,15 @@ def test_rounds_of_levels_go_before_those_of_the_target_alone(graphs):
 
 def test_rounds_that_read_what_rows_lack_do_not_drive_out_those_of_levels(graphs):
     """Streams capture one for each number of rows and width; without one, tokens are read before the round."""
-    alone, draft = program(), program((0,))
+    alone, draft = Program(), Program((0,))
     graphs.capture(alone, 1)
-    readers = [(program(lead=width), rows) for width in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
+    readers = [(Program(lead=width), rows) for width in (32, 64, 128, 256) for rows in (1, 2, 4, 8)]
     for one, rows in readers:
         graphs.capture(one, rows)
         graphs.capture(draft, 1)  # as a plan that runs again and again
     assert graphs.has(alone, 1)
     assert graphs.has(draft, 1)
     for _ in range(module._KEPT):
-        graphs.capture(program(), 1)
+        graphs.capture(Program(), 1)
     assert graphs.has(alone, 1) is False
     assert not any(graphs.has(one, rows) for one, rows in readers)
