@@ -94,6 +94,9 @@ class GroupWorker(Worker):
 
     def load(self) -> dict[str, Any]:
         asked = self.settings
+        if asked.device not in ("cpu", "cuda"):
+            raise ValueError(f"--tensor-parallel {asked.processes} and --device {asked.device}: each process has a "
+                             "device of its own; say cpu or cuda")
         gpus = torch.cuda.device_count()
         if asked.device == "cuda" and gpus < asked.processes:
             raise ValueError(f"--tensor-parallel {asked.processes}: this machine has {gpus} GPUs, and each process "

@@ -19,8 +19,8 @@ from . import images
 from .config import SpeculationConfig
 
 # Levels that draft in the target's cache, or look tokens up: others would read ids where the target read images.
-_LEVELS = re.compile(r"mxfp4|nested|int[23]|ternary|planes\d|w\da\d+|early_exit:\d+|experts:\d+|"
-                     r"prompt_lookup|ngram|lookups")  # fmt: skip
+_LEVELS = re.compile(r"mxfp4(a8)?|nested(4(a8)?)?|zipper-low|int[23]|ternary|planes\d|w\da\d+|"
+                     r"early_exit:\d+|experts:\d+|prompt_lookup|ngram|lookups")  # fmt: skip
 
 
 def may_be_read(model: nn.Module, name: str) -> bool:

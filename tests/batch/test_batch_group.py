@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_mlspec
+from hf_mlspec.batch.group import worker_of
 from hf_mlspec.batch.worker import Settings, Worker, asked_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
@@ -86,6 +87,12 @@ def test_a_number_of_processes_that_does_not_divide_the_heads(tmp_path):
     _, said = done.communicate(timeout=600)
     assert done.returncode != 0
     assert "3" in said
+
+
+def test_a_device_for_all_processes():
+    shared = worker_of(Settings(TARGET, "float32", "cuda:0", [], "m", processes=2))
+    with pytest.raises(ValueError, match="--tensor-parallel 2 and --device cuda:0: each process has a device of its"):
+        shared.load()
 
 
 def test_a_job_says_how_many_processes_share_its_model():

@@ -97,6 +97,17 @@ def test_the_decoder_of_devices_multiplies_them_as_that_of_the_cpu(name):
         assert float(((found - beside).norm(dim=-1) / beside.norm(dim=-1)).median()) < 0.05
 
 
+def test_projections_may_have_zeros_of_their_own():
+    """As 8 planes may: twice the code that means 0 is 254 to 256."""
+    model = in_planes("qwen3-moe", 8, torch.bfloat16)
+    for experts in (module for module in model.modules() if isinstance(module, PlaneExperts)):
+        experts.gate_up_proj_zero_doubled.fill_(254)
+    read = CudaDecoder(model)._layers[0].experts
+    down = experts.zero_doubled("down_proj")
+    assert down != 254
+    assert (read.up.how[-1], read.down.how[-1]) == (254, down)
+
+
 def test_what_does_not_fit_a_decoder_names_the_expert():
     model = in_planes("qwen3-moe", 4)
     decoder = CpuDecoder(model)

@@ -108,7 +108,9 @@ OTHER = {
                                  "hidden_states = residual + 1.001 * hidden_states\n\n"),
     "behind the layers": ("hidden_states = self.norm(hidden_states)", "hidden_states = self.norm(hidden_states * 2)"),
     "logits": ("logits = self.lm_head(", "logits = 1.01 * self.lm_head("),
-    "embeddings": ("hidden_states = inputs_embeds", "hidden_states = inputs_embeds * 1.1"),
+    "embeddings": ("hidden_states = inputs_embeds", "hidden_states = inputs_embeds * 1.01"),
+    "a layer that is not run": ("self.layers[: self.config.num_hidden_layers]",
+                                "self.layers[: self.config.num_hidden_layers - 1]"),
     "epsilon": ("self.variance_epsilon = eps", "self.variance_epsilon = 100 * eps"),
     "far positions": ("hidden_states = self.input_layernorm(hidden_states)",
                       "hidden_states = self.input_layernorm(hidden_states) * "
@@ -176,10 +178,11 @@ def test_a_subclass_of_a_known_class():
     assert recognise(model).like == "LlamaForCausalLM"
 
 
-def test_what_short_rows_do_not_show_is_not_taken():
+@pytest.mark.parametrize("name", ["attention_chunk_size", "local_window_size"])
+def test_what_short_rows_do_not_show_is_not_taken(name):
     model = homemade("llama")
-    model.config.attention_chunk_size = 8192
-    with pytest.raises(UnknownArchitecture, match="attention_chunk_size=8192, which a probe of short rows does not"):
+    setattr(model.config, name, 8192)
+    with pytest.raises(UnknownArchitecture, match=f"{name}=8192, which a probe of short rows does not"):
         recognise(model)
 
 
@@ -191,6 +194,21 @@ def test_another_config_of_a_recognised_class_is_probed_anew():
     assert engine_of(other).name == "modules"
     fewer = type(first)(type(first.config)(**{**first.config.to_dict(), "num_hidden_layers": 1})).eval()
     assert engine_of(fewer).name == "cpu"
+    count = first.config.num_hidden_layers + 1
+    more = type(first)(type(first.config)(**{**first.config.to_dict(), "num_hidden_layers": count})).eval()
+    assert engine_of(more).name == "modules"
+
+
+def test_layers_of_another_kind_are_probed_anew():
+    """All layers of the first have a window, which "every layer" describes, too."""
+    first = homemade("ministral")
+    given = {name: said for name, said in first.config.to_dict().items() if name != "layer_types"}
+    both = first.config
+    windowed = type(first.config)(**given, layer_types=["sliding_attention"] * 3)
+    recognise(type(first)(windowed).eval())
+    other = type(first)(both).eval()
+    assert engine_of(other).name == "modules"
+    assert recognise(other).entry.windows == "by layer type"
 
 
 def test_a_model_is_as_it_was_behind_a_probe():

@@ -14,7 +14,9 @@ from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
+from hf_mlspec.formats import FORMATS
 from hf_mlspec.integration.scoring import token_logprobs
+from hf_mlspec.integration.seen import _LEVELS as seen_words
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = [
@@ -129,6 +131,12 @@ def test_calls_with_images_that_are_refused(caplog):
     hf_mlspec.prepare(model)
     assert torch.equal(model.generate(**two, **how), stock)
     assert "pass one row a call" in caplog.text
+
+
+def test_levels_of_every_format_may_draft_behind_an_image():
+    words = [word for record in FORMATS.values() for word in (*record.level_words, "mxfp4a8", "w4a8", "planes3")]
+    assert "zipper-low" in words
+    assert [word for word in words if not seen_words.fullmatch(word)] == []
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-vl", "mistral3"])

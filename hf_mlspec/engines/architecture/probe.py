@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...nn.hooks import has_hooks
 from .description import WITHOUT_WINDOW, Description
 from .interpret import outline
-from .known import KNOWN, RECOGNISED, form_of, supposed
+from .known import KNOWN, RECOGNISED, form_of, layers_of, supposed
 from .parts import Outline, UnknownArchitecture
 from .plain import embedded, layer_output, logits_of
 from .records import Passes, at, recorded
@@ -29,10 +29,12 @@ from .rotary import UNROTATED, text_config
 from .scales import named
 
 NEAR = 2e-5  # of the largest element, by which float32 sums of other orders may part
-NEAR_ROUNDED = 2e-2  # embeddings of fewer bits, which some models scale before they are float32
+NEAR_ROUNDED = 8e-3  # embeddings of fewer bits, which some models scale before they are float32
 _WINDOW = 7  # of layers with one, while a model is probed
 # Parts of names of config entries: what they ask for, a few random ids do not show.
-_UNSEEN = ("chunk", "temperature", "sparse", "compress", "block_size", "dilat", "clip", "clamp", "limit")
+_UNSEEN = ("chunk", "temperature", "sparse", "compress", "block_size", "dilat", "clip", "clamp", "limit", "window",
+           "local_att")  # fmt: skip
+_SEEN = ("sliding_window", "max_window_layers")  # windows that are made short, and which layers have them
 _CAPS = ("softcap", "soft_cap")
 _HEAD_NORMS = {"q": "self_attn.q_norm", "k": "self_attn.k_norm"}
 
@@ -76,7 +78,7 @@ def recognise(model: nn.Module) -> Evidence:
             if not isinstance(evidence, Evidence):
                 nearest = min(nearest or evidence, evidence)
                 continue
-            RECOGNISED[type(model)] = entry, form
+            RECOGNISED[type(model)] = entry, form, layers_of(text_config(model))
             return evidence
     told = "no known form has its modules" if nearest is None else nearest[1]
     raise UnknownArchitecture(f"its class has no description, and a probe recognises none in it: {told}")
@@ -95,6 +97,8 @@ def _held_against(
             return 1e3, f"the embeddings of {like} part by {gap:.1e} from its own"
         if any(not torch.equal(one[1], other[0]) for one, other in pairwise(layers)):
             return 1e3, "something is computed between its layers"
+        if len(layers) != len(found.blocks):
+            return 1e3, f"of its {len(found.blocks)} layers a pass goes through {len(layers)}"
         tables = _tables(found, positions)
         for index, (read, handed_on) in enumerate(layers):
             own = layer_output(found, index, read / folded, tables) * folded
@@ -191,7 +195,8 @@ def _require_own_forward(model: nn.Module) -> None:
 def _require_seen(config: Any) -> None:
     """UnknownArchitecture where a config asks for what rows of a few tokens do not show."""
     for name, said in config.to_dict().items():
-        if said not in (None, False, 0) and any(word in name for word in _UNSEEN):
+        unseen = any(word in name for word in _UNSEEN) and not any(word in name for word in _SEEN)
+        if unseen and said not in (None, False, 0):
             raise UnknownArchitecture(f"its class has no description, and its config says {name}={said!r}, which a "
                                       "probe of short rows does not see")
 

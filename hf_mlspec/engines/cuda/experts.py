@@ -86,7 +86,7 @@ class PlaneTileExperts:
 
     def __init__(self, experts: PlaneExperts, tiles: PlanesParts, bias: Tensor | None, out_features: int):
         self.tiles, self.bias, self.own = (tiles.planes, tiles.scale), bias, experts.switch.bits
-        self.how = out_features, experts.group_size, experts.zero_doubled(_DOWN)  # of both projections alike
+        self.how = out_features, experts.group_size, int(tiles.zero_doubled.flatten()[0])
 
     def __call__(self, x: Tensor, experts: Tensor, plan: Tensor, bits: Bits, gate: Gate = ()) -> Tensor:
         """As DenseExperts, times the first ``bits.weight`` planes, 0: the switch's."""
