@@ -41,9 +41,11 @@ FAMILIES: dict[str, tuple[tuple[str, int], ...]] = {
         (r"test_rope_write_rows\[1-", 4), (r"test_rope_leaves_alone", 1),
         (r"test_codes_are_those_of_the_ref.*\[int8-1-", 2), (r"test_codes_are_those_of_the_ref.*\[int4-1-", 2),
         (r"test_normed_and_rotated_keys", 2), (r"test_quantized_rows.*\[(1|31|100)-", 18),
+        (r"test_codes_in_one_kernel.py::test_(gated|normed)_rows.*\[(1|9)-896\]", 4),
     ),
     "hadamard": (
         (r"test_gated_rows_have_the_bits.*\[1-", 4), (r"test_widths_of_models.*\[1-", 3), (r"test_every_order", 13),
+        (r"test_matrices_across_heads_and_those_that_no_kernel_codes", 1),
     ),
     "linear": ((_LINEAR + r"\((128, 128|200, 160)\)", 12),),
     "prefill": ((r"test_linear.py::test_product_and_bits.*\[bf16-\(4096, 2048\)", 1),),
@@ -64,6 +66,7 @@ FAMILIES: dict[str, tuple[tuple[str, int], ...]] = {
     "zipper": (
         (r"test_zipper_kernels.py::test_the_high_part_alone", 3), (r"test_sums_of_the_low_part", 4),
         (r"test_values_beyond_five_bits", 1), (r"test_int8_outliers.py::test_product.*\[\(7, 256\)", 3),
+        (r"test_zipper_ends_on_gpu.py::test_rows_are.*\[1.0-(37-160|9-8288)-exact", 2),
     ),
     "experts": (
         (r"test_products_of_experts.*\[6-2-176-64-", 15), (r"test_tokens_go_where.*\[6-2-64-", 4),
