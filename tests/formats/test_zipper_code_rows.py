@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES, CodeRows, Split, codes_of, of_rows, to_rows
+from hf_mlspec.formats.zipper import rows as rows_of_codes
 
 
 def _weight(rows, width, mode="exact", bits=6, low_bits=4, seed=0):
@@ -25,6 +28,40 @@ def test_rows_are_the_codes(mode, bits, low_bits, rows, width):
     ids = torch.randint(0, rows, (9,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(codes_of(found, ids), weight.codes()[ids])
     assert codes_of(found, ids[:0]).shape == (0, width)
+
+
+@pytest.mark.parametrize("chunk", [1, 3000, 9999])
+def test_rows_are_alike_however_many_are_read_at_once(monkeypatch, chunk):
+    weight = _weight(40, 1024)
+    whole = to_rows(weight.weight_planes, Split())
+    monkeypatch.setattr(rows_of_codes, "_CHUNK", chunk)
+    found = to_rows(weight.weight_planes, Split())
+    assert len(found.places) > 41
+    assert torch.equal(found.places, whole.places)
+    assert torch.equal(of_rows(found), weight.weight_planes)
+
+
+class _Largest(TorchDispatchMode):
+    """How many elements the largest tensor of int64 has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        wide = [one.numel() for one in tree_leaves(made) if isinstance(one, torch.Tensor) and one.dtype == torch.int64]
+        self.most = max([self.most, *wide])
+        return made
+
+
+def test_places_of_a_few_rows_are_held_at_once(monkeypatch):
+    monkeypatch.setattr(rows_of_codes, "_CHUNK", 4 * 1024)
+    weight = _weight(64, 1024)
+    with _Largest() as seen:
+        found = to_rows(weight.weight_planes, Split())
+        again = of_rows(found)
+    assert torch.equal(again, weight.weight_planes)
+    places = 4 * (len(found.places) - 65) - 64 * 8
+    assert 0 < seen.most < places / 4  # of four rows of 64, each a row and a column
 
 
 def test_extreme_codes_and_rows_without_places():

@@ -58,7 +58,8 @@ def of_rows(rows: CodeRows) -> Tensor:
     """The inverse of ``to_rows``: uint8 ``[K, rows, in / 8]``."""
     planes = rows.planes
     if len(rows.places):
-        marked = _marked(rows.places, torch.arange(len(planes), device=planes.device), planes.shape[2], len(planes))
+        ids = torch.arange(len(planes), device=planes.device).split(_together(planes.shape[2] * 8))
+        marked = torch.cat([_marked(rows.places, some, planes.shape[2], len(planes)) for some in ids])
         second = planes[:, 0] ^ marked ^ 0xFF
         planes = torch.cat([planes[:, :1], second.unsqueeze(1), planes[:, 1:]], 1)
     absent = planes.new_zeros(len(planes), rows.lowest, planes.shape[2])
@@ -77,22 +78,29 @@ def codes_of(rows: CodeRows, ids: Tensor) -> Tensor:
 def _places(marked: Tensor) -> Tensor:
     """uint8 ``[rows, in / 8]``, bits that are set -> int32 ``[rows + 1 + n]``."""
     rows, width = len(marked), marked.shape[1] * 8
-    groups, device = -(-width // TOGETHER), marked.device
-    some = [_set_bits(part) for part in marked.split(max(_CHUNK // width, 1))] if rows else []
-    firsts = range(0, rows, max(_CHUNK // width, 1))
-    row = torch.cat([own + first for first, (own, _) in zip(firsts, some, strict=True)])
-    column = torch.cat([own for _, own in some])
-    counts = torch.bincount(row * groups + column // TOGETHER, minlength=rows * groups).view(rows, groups)
-    lengths = counts.sum(1)
-    before = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    groups, together, device = -(-width // TOGETHER), _together(width), marked.device
+    counts = marked.new_zeros(rows, groups)
+    for first in range(0, rows, together):  # found for all rows at once places take 16 bytes each: more than the table
+        row, column = _set_bits(marked[first : first + together])
+        own = counts[first : first + together]
+        own.copy_(torch.bincount(row * groups + column // TOGETHER, minlength=own.numel()).view(own.shape))
+    before = torch.nn.functional.pad(counts.sum(1, dtype=torch.int64).cumsum(0), (1, 0))
     begins = before + groups * torch.arange(rows + 1, device=device)
     if int(begins[-1]) >= 2**31:
         raise ValueError(f"zipper: an embedding of {rows} rows has places of {int(begins[-1])} bytes, at most 2^31")
     found = torch.zeros(-(-int(begins[-1]) // 4) * 4, dtype=torch.uint8, device=device)
-    found[(begins[:-1, None] + torch.arange(groups, device=device)).flatten()] = counts.flatten().to(torch.uint8)
-    rank = torch.arange(len(row), device=device) - before[row]
-    found[begins[row] + groups + rank] = (column % TOGETHER).to(torch.uint8)
+    found[(begins[:-1, None] + torch.arange(groups, device=device)).flatten()] = counts.flatten()
+    for first in range(0, rows, together):
+        row, column = _set_bits(marked[first : first + together])
+        row += first
+        rank = torch.arange(len(row), device=device) - (before[row] - before[first])
+        found[begins[row] + groups + rank] = (column % TOGETHER).to(torch.uint8)
     return torch.cat([begins.to(torch.int32), found.view(torch.int32)])
+
+
+def _together(width: int) -> int:
+    """Rows that are unpacked at once."""
+    return max(_CHUNK // width, 1)
 
 
 def _set_bits(marked: Tensor) -> tuple[Tensor, Tensor]:
