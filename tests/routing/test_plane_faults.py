@@ -325,8 +325,8 @@ def test_a_way_home_that_fails_at_its_end_still_moves_the_model(model, tmp_path,
             raise torch.OutOfMemoryError("out of memory")
         return plain(device)
 
-    def fails(self):
-        close(self)
+    def fails(self, lost=False):
+        close(self, lost)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(model, "to", to)
