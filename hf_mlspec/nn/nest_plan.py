@@ -12,9 +12,9 @@ from ..formats.nested import BLOCK
 from ..ops.nested.tiles_cuda import LARGEST_SCALE
 from .adapters import of_adapters
 from .castable import listed, part_of_experts, unfit, unfit_linear
+from .coded_embedding import is_table
 from .expert_modules import ExpertModule, is_experts
 from .linear import is_dense
-from .nested import is_table
 from .shards import is_sharded, local, unfit_part
 from .transforms import TransformedLinear
 

@@ -12,6 +12,7 @@ from .. import ops
 from ..formats import NestedWeight, Parts
 from ..formats.nested import NestedParts, fields_of
 from ..ops.nested import nested_fits_device
+from .coded_embedding import CodedEmbedding, is_table
 from .packed import PackedLinear
 from .packed_formats import Packing, register_packing, stacked
 from .switch import PrecisionSwitch
@@ -150,12 +151,15 @@ def _join(weights: Sequence[NestedParts]) -> NestedParts:
 register_packing(Packing(NestedLinear, _prepack, _unprepack, _multiply, nested_fits_device, _beside, _join))
 
 
-class NestedEmbedding(nn.Module):
+class NestedEmbedding(CodedEmbedding):
     """Rows of a table that is the weight of a NestedLinear, the output head it is tied to, exactly.
 
     It has no parameters: it reads those of the head, which it holds outside of the module tree. So a state_dict has
     the table once, under the head, and copies, moves and pickles of a model keep the two together.
     """
+
+    weightless = (", it reads the nested one of the output head: hf_mlspec.unnest(model) first, change the table, and "
+                  "nest it again")  # fmt: skip
 
     def __init__(self, head: NestedLinear, embedding: nn.Embedding) -> None:
         """In place of ``embedding``. TypeError where it does more than look rows up and scale them, ValueError where
@@ -174,7 +178,7 @@ class NestedEmbedding(nn.Module):
             )
         self._head, self._kind = (head,), type(embedding)
         self.num_embeddings, self.embedding_dim = shape
-        self.padding_idx, self.dtype = embedding.padding_idx, torch.bfloat16
+        self.padding_idx = embedding.padding_idx
         scale = getattr(embedding, "embed_scale", None)  # Gemma's
         self._own_scale = None if scale is None else torch.as_tensor(scale).detach().clone()
         # As the embedding's own forward has it: rounded to the table's dtype.
@@ -206,16 +210,9 @@ class NestedEmbedding(nn.Module):
         tiles = held.packed, held.scale, held.low, self.num_embeddings
         return tiles, {"escape_rows": held.escape_index, "escape_weight": held.escape_value}
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Integers of any shape -> bfloat16 ``[..., in]``. IndexError on the CPU for an id outside of the table."""
-        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
-            low, high = torch.aminmax(input_ids)
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(f"token {int(low if low < 0 else high)} is outside of the {self.num_embeddings} rows")
+    def _rows(self, ids: torch.Tensor, scale: float) -> torch.Tensor:
         tiles, escapes = self.tiles()
-        scale = 1.0 if self.embed_scale is None else self.embed_scale
-        rows = ops.nested_rows(input_ids.reshape(-1).int(), *tiles, scale, **escapes)
-        return rows.view(*input_ids.shape, self.embedding_dim)
+        return ops.nested_rows(ids, *tiles, scale, **escapes)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NestedEmbedding:
         """Moves the head as well: a cast of a nested model holds it nowhere else. A second move changes nothing."""
@@ -223,25 +220,5 @@ class NestedEmbedding(nn.Module):
         self.head._apply(fn)
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # resize_token_embeddings
-            raise NoTableError(
-                f"{type(self).__name__} has no weight of its own, it reads the nested one of the output head: "
-                "hf_mlspec.unnest(model) first, change the table, and nest it again"
-            )
-        return super().__getattr__(name)
-
     def extra_repr(self) -> str:
-        scale = "" if self.embed_scale is None else f", embed_scale={self.embed_scale:g}"
-        return f"{self.num_embeddings}, {self.embedding_dim}, nested in the output head{scale}"
-
-
-class NoTableError(ValueError, AttributeError):
-    """A table's weight was asked for that is nested; hasattr() is told that there is none."""
-
-
-def is_table(module: nn.Module) -> bool:
-    """Whether a module is an embedding that a NestedEmbedding can stand for: transformers' own, plain or scaled."""
-    kind = type(module)
-    gemma = kind.__module__.startswith("transformers.models.gemma") and kind.__name__.endswith("ScaledWordEmbedding")
-    return (kind is nn.Embedding or gemma) and module.max_norm is None
+        return self._said(", nested in the output head")

@@ -12,12 +12,12 @@ from ..formats import FORMATS, Parts
 from ..formats.zipper import Split, ZipperParts, ZipperWeight
 from ..ops.zipper import split_of
 from ..ops.zipper_table import ZipperTable, prepack_table, table_of, unprepack_table
-from .nested import NoTableError, is_table
+from .coded_embedding import CodedEmbedding, is_table
 from .packed import PackedModule, require_switch
 from .switch import PrecisionSwitch
 
 
-class ZipperEmbedding(PackedModule):
+class ZipperEmbedding(CodedEmbedding, PackedModule):
     """Rows looked up in codes of 4 to 8 bits with one scale a row, rounded to bfloat16 (formats/zipper/codes.py).
 
         parameter        dtype     on disk, in state_dict()    in rows, from the first forward on (ops/zipper_table.py)
@@ -32,6 +32,7 @@ class ZipperEmbedding(PackedModule):
     format = "zipper"
     names = ("weight",)
     disk_axes = 2
+    weightless = " but codes: change the table of the original model, and quantize that"
     _how: Split | None = None  # read once: from a GPU that waits
 
     def __init__(self, weight: ZipperWeight, embedding: nn.Embedding, switch: PrecisionSwitch | None = None) -> None:
@@ -50,7 +51,7 @@ class ZipperEmbedding(PackedModule):
             )
         weight.validate(embedding.num_embeddings, embedding.embedding_dim)
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self.padding_idx, self.dtype, self._kind = embedding.padding_idx, torch.bfloat16, type(embedding)
+        self.padding_idx, self._kind = embedding.padding_idx, type(embedding)
         self._own_scale = _scale_of(embedding)
         # As the embedding's own forward has it: rounded to the table's dtype.
         scaled = self._own_scale is not None
@@ -113,15 +114,8 @@ class ZipperEmbedding(PackedModule):
             self._how = split_of(parts.split)
         return table_of(parts, self._how)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Integers of any shape -> bfloat16 ``[..., in]``. IndexError on the CPU for an id outside of the table."""
-        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
-            low, high = torch.aminmax(input_ids)
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(f"token {int(low if low < 0 else high)} is outside of the {self.num_embeddings} rows")
-        scale = 1.0 if self.embed_scale is None else self.embed_scale
-        rows = ops.zipper_rows(input_ids.reshape(-1).int(), *self.table(), scale)
-        return rows.view(*input_ids.shape, self.embedding_dim)
+    def _rows(self, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        return ops.zipper_rows(ids, *self.table(), scale)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -136,17 +130,8 @@ class ZipperEmbedding(PackedModule):
     def _on_disk(self, name: str) -> Parts:
         return unprepack_table(ZipperParts(*self.parts(name)))
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":  # resize_token_embeddings
-            raise NoTableError(
-                f"{type(self).__name__} has no weight of its own but codes: change the table of the original model, "
-                "and quantize that"
-            )
-        return super().__getattr__(name)
-
     def extra_repr(self) -> str:
-        scale = "" if self.embed_scale is None else f", embed_scale={self.embed_scale:g}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{scale}"
+        return self._said()
 
 
 def _scale_of(embedding: nn.Embedding) -> float | None:

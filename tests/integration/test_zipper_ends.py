@@ -18,7 +18,7 @@ from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
 from hf_mlspec.integration.scoring import token_logprobs
-from hf_mlspec.nn.nested import NoTableError
+from hf_mlspec.nn.coded_embedding import NoTableError
 from hf_mlspec.nn.zipper import ZipperLinear
 from hf_mlspec.nn.zipper_embedding import ZipperEmbedding
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder

@@ -9,7 +9,8 @@ from decoders import random_model
 from torch import nn
 
 import hf_mlspec
-from hf_mlspec.nn.nested import NestedEmbedding, NestedLinear, is_table
+from hf_mlspec.nn.coded_embedding import is_table
+from hf_mlspec.nn.nested import NestedEmbedding, NestedLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:no compiled kernel")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": True}

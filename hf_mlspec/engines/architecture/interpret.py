@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.adapters import base_of, is_lora, of_adapters
+from ...nn.coded_embedding import CodedEmbedding
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
 from ...nn.linear import KernelLinear, is_dense, is_transposed
@@ -49,7 +50,7 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     table = _part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     stored = table_dtype(table)
-    if not isinstance(table, NestedEmbedding | ZipperEmbedding):
+    if not isinstance(table, CodedEmbedding):
         require_format(table.weight, "embedding", halves=decoder == "cpu")
         table = as_read(table.weight.detach())
     kinds = rope_kinds(entry, config)

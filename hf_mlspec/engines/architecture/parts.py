@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...nn.nested import NestedEmbedding
-from ...nn.zipper_embedding import ZipperEmbedding
+from ...nn.coded_embedding import CodedEmbedding
 from ...ops.compiled_decoder import DeltaNet, Sizes
 from .mixture import ExpertBlock
 from .rotary import Rotation
@@ -58,7 +57,7 @@ class Outline:
 
     sizes: Sizes
     dtype: torch.dtype
-    embedding: Tensor | NestedEmbedding | ZipperEmbedding
+    embedding: Tensor | CodedEmbedding
     final_norm: Norm
     head: nn.Module
     blocks: list[Block]
@@ -68,4 +67,4 @@ class Outline:
 
 def table_dtype(table: nn.Module) -> torch.dtype:
     """Of an embedding's rows."""
-    return table.dtype if isinstance(table, NestedEmbedding | ZipperEmbedding) else table.weight.dtype
+    return table.dtype if isinstance(table, CodedEmbedding) else table.weight.dtype

@@ -18,10 +18,11 @@ from ...formats.nested import NestedParts
 from ...formats.planes import PlanesParts
 from ...formats.zipper import ZipperParts
 from ...nn.adapters import base_of, is_adapted, low_rank_of
+from ...nn.coded_embedding import CodedEmbedding
 from ...nn.int4_int8 import Int4Int8Linear
 from ...nn.linear import Int4Linear, Mxfp4Linear, lay_rows
 from ...nn.lut import LutLinear
-from ...nn.nested import NestedEmbedding, NestedLinear
+from ...nn.nested import NestedLinear
 from ...nn.packed import PackedLinear
 from ...nn.planes import PlanesLinear
 from ...nn.zipper import ZipperLinear
@@ -149,7 +150,7 @@ def _read_adapted(linear: nn.Module, name: str) -> Weight:
     return replace(weight, adapter=adapter)
 
 
-def read_table(table: Tensor | NestedEmbedding | ZipperEmbedding) -> Tensor | NestedTable | ZipperTable:
+def read_table(table: Tensor | CodedEmbedding) -> Tensor | NestedTable | ZipperTable:
     """A table where it lies: of codes in tiles, or in rows."""
     if isinstance(table, Tensor):
         return table

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...formats import stored_format
 from ...formats.zipper import LOW
+from ...nn.coded_embedding import CodedEmbedding
 from ...nn.nested import NestedEmbedding
 from ...nn.shards import is_shared
 from ...nn.switch import filled
@@ -310,7 +311,7 @@ class CudaDecoder:
             raise ValueError(f"bits (of weights, of activations) are {tuple(bits)}, {way}")
 
 
-def _read_table(table: Tensor | NestedEmbedding | ZipperEmbedding) -> Tensor | tuple:
+def _read_table(table: Tensor | CodedEmbedding) -> Tensor | tuple:
     """What ops read rows of."""
     if isinstance(table, ZipperEmbedding):
         return table.table()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ...formats import FORMATS
 from ...nn.adapters import adapted_names
 from ...nn.castable import has_dense_weight
-from ...nn.nested import is_table
+from ...nn.coded_embedding import is_table
 from ...nn.replace import untie_head
 from ...nn.switch import precision_switch
 from ...nn.zipper import ZipperLinear
