@@ -56,23 +56,22 @@ def to_rows(planes: Tensor, how: Split) -> CodeRows:
 
 def of_rows(rows: CodeRows) -> Tensor:
     """The inverse of ``to_rows``: uint8 ``[K, rows, in / 8]``."""
-    planes = rows.planes
-    if len(rows.places):
-        ids = torch.arange(len(planes), device=planes.device).split(_together(planes.shape[2] * 8))
-        marked = torch.cat([_marked(rows.places, some, planes.shape[2], len(planes)) for some in ids])
-        second = planes[:, 0] ^ marked ^ 0xFF
-        planes = torch.cat([planes[:, :1], second.unsqueeze(1), planes[:, 1:]], 1)
-    absent = planes.new_zeros(len(planes), rows.lowest, planes.shape[2])
-    return torch.cat([planes, absent], 1).transpose(0, 1).contiguous()
+    ids = torch.arange(len(rows.planes), device=rows.planes.device).split(_together(rows.planes.shape[2] * 8))
+    return torch.cat([_all_planes(rows, some) for some in ids], 1).contiguous()
 
 
 def codes_of(rows: CodeRows, ids: Tensor) -> Tensor:
     """int8 ``[n, in]``: rows int64 ``ids [n]``, all of them inside."""
+    return to_codes(_all_planes(rows, ids))
+
+
+def _all_planes(rows: CodeRows, ids: Tensor) -> Tensor:
+    """uint8 ``[K, n, in / 8]`` of rows ``ids``, those that are not stored, too."""
     own = rows.planes[ids]
     if len(rows.places):
         second = own[:, 0] ^ _marked(rows.places, ids, own.shape[2], len(rows.planes)) ^ 0xFF
         own = torch.cat([own[:, :1], second.unsqueeze(1), own[:, 1:]], 1)
-    return to_codes(torch.cat([own, own.new_zeros(len(own), rows.lowest, own.shape[2])], 1).transpose(0, 1))
+    return torch.cat([own, own.new_zeros(len(own), rows.lowest, own.shape[2])], 1).transpose(0, 1)
 
 
 def _places(marked: Tensor) -> Tensor:
