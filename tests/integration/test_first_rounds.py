@@ -17,8 +17,8 @@ from hf_mlspec.integration.stream.prompts import LongPrompts
 from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import chain as chains
+from hf_mlspec.speculation.rounds.first_rounds import FirstRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
-from hf_mlspec.speculation.rounds.openings import Openings
 from hf_mlspec.speculation.rounds.reading import Reading, read
 
 __all__ = ["draft", "rounds", "target"]
@@ -85,7 +85,7 @@ def test_sampled_rows_too(target, rounds, launched):
     assert [one.new_tokens for one in found[0].values()] == [found[1][n].new_tokens for n in found[0]]
     launched.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Openings, "program", lambda *_: None)
+        patch.setattr(FirstRounds, "program", lambda *_: None)
         read_before = written(target, 1, seed=3, **how)
     assert set(launched) == {1, "read"}
     assert [one.new_tokens for one in read_before.values()] == [found[0][n].new_tokens for n in read_before]
@@ -148,42 +148,42 @@ def chain(target):
 @pytest.mark.parametrize(("lacking", "rows", "lead"), [(2, 1, 32), (32, 8, 32), (33, 4, 64), (200, 1, 256),
                                                        (257, 1, None), (33, 8, None), (5, 16, None)])
 def test_how_many_tokens_of_how_many_rows(chain, lacking, rows, lead):
-    found = chain.openings.program(chain.single, lacking, rows)
+    found = chain.first_rounds.program(chain.single, lacking, rows)
     assert (found and found.lead) == lead
-    assert chain.openings.program(chain.program, lacking, rows) is None  # eight steps
+    assert chain.first_rounds.program(chain.program, lacking, rows) is None  # eight steps
 
 
 def test_a_round_that_reads_is_captured_once_it_would_have_paid(chain):
     graphs, made = SimpleNamespace(seconds_to_capture=lambda program: 5.0), []
-    program = chain.openings.program(chain.single, 20, 1)
+    program = chain.first_rounds.program(chain.single, 20, 1)
 
     def capture(*given):
         made.append(given)
         return len(made) == 1
 
     for _ in range(3):
-        chain.openings.missed(program, 1, 2.0, graphs, capture)
+        chain.first_rounds.missed(program, 1, 2.0, graphs, capture)
     assert made == [(program, 1)]
-    assert chain.openings.works
+    assert chain.first_rounds.works
     for _ in range(3):
-        chain.openings.missed(program, 1, 2.0, graphs, capture)
+        chain.first_rounds.missed(program, 1, 2.0, graphs, capture)
     assert len(made) == 2
-    assert not chain.openings.works  # no memory: it is not tried again
-    assert chain.openings.program(chain.single, 20, 1) is None
+    assert not chain.first_rounds.works  # no memory: it is not tried again
+    assert chain.first_rounds.program(chain.single, 20, 1) is None
 
 
 def test_who_has_no_such_rounds(chain, monkeypatch):
     level = chain.levels[0]
-    assert Openings(level, (False, None, False)).works
+    assert FirstRounds(level, (False, None, False)).works
     monkeypatch.setattr(level.decoder, "ranks", object())
-    assert not Openings(level, (False, None, False)).works  # clocks of processes differ
+    assert not FirstRounds(level, (False, None, False)).works  # clocks of processes differ
     monkeypatch.undo()
     monkeypatch.setattr(level, "bits", object())
-    assert not Openings(level, (False, None, False)).works  # a router would choose for more tokens
+    assert not FirstRounds(level, (False, None, False)).works  # a router would choose for more tokens
     hybrid = hf_mlspec.prepare(random_model("qwen3.5", torch.bfloat16, **PACKED_SHAPE), engine="cuda")
     list(hf_mlspec.generate_stream(hybrid, [Request([5, 6], max_new_tokens=2)], max_batch=1, do_sample=False,
                                    eos_token_id=None))
-    assert not state_of(hybrid).chains[-1].openings.works  # its layers' states cannot read a token twice
+    assert not state_of(hybrid).chains[-1].first_rounds.works  # its layers' states cannot read a token twice
 
 
 def test_a_prompt_is_kept_when_its_row_had_a_round():

@@ -14,8 +14,8 @@ from hf_mlspec.nn.state import state_of
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 from hf_mlspec.speculation.rounds import chain as chains
 from hf_mlspec.speculation.rounds import prompts as reading
+from hf_mlspec.speculation.rounds.first_rounds import FirstRounds
 from hf_mlspec.speculation.rounds.graphs import RoundGraphs
-from hf_mlspec.speculation.rounds.openings import Openings
 from hf_mlspec.speculation.rounds.prompts import PromptGraphs
 from hf_mlspec.speculation.rounds.reading import read
 
@@ -47,7 +47,7 @@ def read_rows(monkeypatch):
     for module in (chains, reading):
         monkeypatch.setattr(module, "read", kernel_by_kernel)
     monkeypatch.setattr(RoundGraphs, "seconds_of_layers", lambda self, layers: -1e9)
-    monkeypatch.setattr(Openings, "program", lambda *_: None)
+    monkeypatch.setattr(FirstRounds, "program", lambda *_: None)
     return seen
 
 

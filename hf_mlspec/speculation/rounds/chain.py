@@ -24,8 +24,8 @@ from ...ops.attention_plain import FIRST_SLOTS
 from ..draft import Rows
 from ..plans import Plan, off
 from ..search import Choice
+from .first_rounds import FirstRounds
 from .graphs import RoundGraphs
-from .openings import Openings
 from .program import Level, RoundLevel, RoundProgram, repeats_of
 from .prompts import PromptGraphs
 from .reading import read
@@ -73,7 +73,7 @@ class CapturedChain:
         self.captured_before = 0.0  # capture_seconds of its graphs when the call began that has it
         self._allocate()
         self._prompts = {id(one): PromptGraphs(one) for one in self.with_models if streams and one.own_cache}
-        self.openings = Openings(levels[0], self._sampling) if streams else None
+        self.first_rounds = FirstRounds(levels[0], self._sampling) if streams else None
 
     @property
     def with_models(self) -> list[RoundLevel]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...engines.cuda.engine import prefill
 from ..draft import Drafter, Rows
 from .beginning import Beginnings, engine_of, put
-from .openings import Capture
+from .first_rounds import Capture
 from .program import RoundLevel, RoundProgram
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Reading:
 
     A round feeds a level the few tokens that the round before has added. A level that was not part of that round, or
     at another depth, first reads what it lacks. The target reads what it lacks of rows that joined when their first
-    round begins, or that round does (openings.py).
+    round begins, or that round does (first_rounds.py).
     """
 
     def __init__(self, chain: CapturedChain, drafters: Sequence[Drafter]):
@@ -91,15 +91,15 @@ class Reading:
         lacking, chain = max((len(rows[r]) - held for r, held in joined), default=1), self.chain
         if not joined or (lacking == 1 and chain.levels[0].states is None):  # a state is forgotten by reading
             return program, self.catch_up(program, rows, places)
-        openings = chain.openings
-        opening = None if openings is None else openings.program(program, lacking, bucket)
-        if opening is not None and chain.graphs.has(opening, bucket):
-            return opening, False
+        first_rounds = chain.first_rounds
+        first = None if first_rounds is None else first_rounds.program(program, lacking, bucket)
+        if first is not None and chain.graphs.has(first, bucket):
+            return first, False
         lines, held, begin = [rows[r][:-1] for r, _ in joined], [held for _, held in joined], perf_counter()
         chain.read(chain.levels[0], [places[r] for r, _ in joined], lines, held)
-        if opening is not None and capture is not None:
+        if first is not None and capture is not None:
             took = perf_counter() - begin + chain.step_seconds
-            openings.missed(opening, bucket, took, chain.graphs, capture)
+            first_rounds.missed(first, bucket, took, chain.graphs, capture)
         self.catch_up(program, rows, places)
         return program, True
 

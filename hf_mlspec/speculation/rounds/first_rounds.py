@@ -18,7 +18,7 @@ _MOST = 256  # of all rows: more take longer than a step
 Capture = Callable[[RoundProgram, int], bool]
 
 
-class Openings:
+class FirstRounds:
     """The rounds of a chain that read, one program for each width. sampling: as of `RoundProgram`."""
 
     def __init__(self, level: RoundLevel, sampling: tuple):
