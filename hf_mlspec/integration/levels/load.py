@@ -35,26 +35,29 @@ def load_causal_lm(path: str, dtype: str = "float32", device: str = "cpu") -> tu
 
     Raises ValueError, in one line, for a folder that is not there or holds no causal language model and tokenizer.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    require_folder(path)
-    model = read_model(path, DTYPES[dtype])
+    model = read_model(path, _dtype_for(path, dtype))
     return model.to(device).eval(), read_tokenizer(path)
 
 
 def load_shared_lm(path: str, dtype: str, processes: int, device: str) -> tuple[Any, Any]:
     """The same of a model that so many processes share by tensor parallelism: each of them has to call this, with its
     place in torch's process group. device: "cpu" or "cuda", where each has a GPU of its own."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    require_folder(path)
+    whole = _dtype_for(path, dtype)
     from transformers.distributed import DistributedConfig
 
     shared = DistributedConfig(tp_plan="auto", tp_size=processes)
-    model = read_model(path, DTYPES[dtype], distributed_config=shared)
+    model = read_model(path, whole, distributed_config=shared)
     if model.device.type != device:
         raise ValueError(f"{processes} processes share {path!r} on {model.device}, and {device!r} was asked for")
     return model.eval(), read_tokenizer(path)
+
+
+def _dtype_for(path: str, dtype: str) -> torch.dtype:
+    """That of a word; ValueError for another one, and for a folder that is not there."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    require_folder(path)
+    return DTYPES[dtype]
 
 
 def require_device(device: str) -> None:
