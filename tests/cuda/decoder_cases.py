@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from decoders import Lanes, in_float64
 from models import prompts
@@ -10,6 +12,7 @@ from torch import nn
 import hf_mlspec
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.nn.switch import precision_switch
+from hf_mlspec.precision import Bits
 
 LENGTH = 60
 
@@ -42,6 +45,20 @@ def check_near_float64(model: nn.Module) -> None:
         exact = in_float64(model).cuda()(torch.tensor(ids).cuda()).logits
     out = torch.stack(Lanes(CudaDecoder(model), 2, slots=128).feed(ids))
     assert (out - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def check_bits_of_rows(decoder: CudaDecoder, levels: Iterable[Bits]) -> None:
+    """At each of these bits a row has its own: in a batch of 16, one by one, alone, in checks of nine."""
+    ids = random_ids(16)
+    for bits in levels:
+        together = torch.stack(Lanes(decoder, 16).feed(ids, bits=bits))
+        assert together.isfinite().all()
+        single = Lanes(decoder, 2)
+        steps = [torch.stack(single.feed([row[i : i + 1] for row in ids[:2]], bits=bits)) for i in range(LENGTH)]
+        assert torch.equal(torch.cat(steps, dim=1), together[:2]), bits
+        nine = Lanes(decoder, 1, slots=256)
+        pieces = [nine.feed([ids[5][first : first + 9]], bits=bits)[0] for first in range(0, LENGTH, 9)]
+        assert torch.equal(torch.cat(pieces), together[5]), bits
 
 
 def check_captured_chain(model: nn.Module, levels: list[str]) -> None:

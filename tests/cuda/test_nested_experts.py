@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from decoder_cases import check_captured_chain, random_ids
+from decoder_cases import check_bits_of_rows, check_captured_chain, random_ids
 from decoders import Lanes, random_model
 from expert_cases import some_experts
 from linear_cases import DEVICE
@@ -22,7 +22,6 @@ from hf_mlspec.precision import Bits
 pytestmark = pytest.mark.usefixtures("kernels_are_required")
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "moe_intermediate_size": 64}
 SIZES = [(64, 128), (200, 96), (192, 160), (130, 1056)]  # outputs, inputs
-LENGTH = 60
 
 
 class Case:
@@ -102,16 +101,7 @@ def test_a_nested_mixture_keeps_the_bits_of_its_rows(name):
     """Exact and as a draft: in a batch of 16, one by one, alone, in checks of nine."""
     _, model = nested_on_gpu(name)
     assert any(isinstance(module, NestedExperts) for module in model.modules())
-    decoder, ids = CudaDecoder(model), random_ids(16)
-    for bits in (Bits(16, 16), Bits(4, 16), Bits(4, 8)):
-        together = torch.stack(Lanes(decoder, 16).feed(ids, bits=bits))
-        assert together.isfinite().all()
-        single = Lanes(decoder, 2)
-        steps = [torch.stack(single.feed([row[i : i + 1] for row in ids[:2]], bits=bits)) for i in range(LENGTH)]
-        assert torch.equal(torch.cat(steps, dim=1), together[:2]), bits
-        nine = Lanes(decoder, 1, slots=256)
-        pieces = [nine.feed([ids[5][first : first + 9]], bits=bits)[0] for first in range(0, LENGTH, 9)]
-        assert torch.equal(torch.cat(pieces), together[5]), bits
+    check_bits_of_rows(CudaDecoder(model), (Bits(16, 16), Bits(4, 16), Bits(4, 8)))
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
