@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -64,6 +65,15 @@ def chosen_lengths(request, monkeypatch):
         monkeypatch.setattr(adaptive, "learned_of", lambda *_: None)
         # Costs that a test makes up hold, whatever its rounds take; tests/integration/test_cost_checks.py has others.
         monkeypatch.setattr(Controller, "disproves_costs", False)
+
+
+@pytest.fixture(autouse=True)
+def told_as_before():
+    """Log records of every level reach the next test: a program that turns them off turns them on again."""
+    yield
+    left = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    assert left == logging.NOTSET, f"the test left records up to level {left} turned off"
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _COUNTED = ("calls", "requests", "tokens", "cancelled", "changes")
@@ -63,18 +65,54 @@ def told(lines: list[dict]) -> str:
     return "\n".join(said)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Only what the soak itself finds is told."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _ended_by(over: threading.Event) -> Iterator[None]:
+    """SIGTERM sets `over`, where the process may have handlers of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: over.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _costs_of_its_own() -> Iterator[None]:
+    """What calls measure meanwhile is kept in a folder that goes at the end."""
+    before = os.environ.get("MLSPEC_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MLSPEC_CACHE"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["MLSPEC_CACHE"]
+            else:
+                os.environ["MLSPEC_CACHE"] = before
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.table is not None:
         print(told([json.loads(line) for line in args.table.read_text(encoding="utf-8").splitlines()]))
         return 0
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     over = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: over.set())
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MLSPEC_CACHE"] = folder
+    with _quiet(), _ended_by(over), _costs_of_its_own():
         import torch
 
         from .traffic import traffic
