@@ -44,7 +44,7 @@ class HeadEngine(CachedRows):
         self.forwards, self.seconds = 0, 0.0
         self._rope: tuple[Tensor, Tensor] | None = None
         self._nodes: HeadNodes | None = None  # of the trees behind the rows that were fed last
-        self.can = replace(self.can, trees=self.device.type == "cpu")
+        self.can = replace(self.can, trees=type(model) is EagleHead and self.device.type == "cpu")
 
     @property
     def bytes_per_token(self) -> int:

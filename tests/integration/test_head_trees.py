@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from heads import tensors_of, write_head
@@ -206,8 +204,8 @@ def test_a_stream_with_trees_of_a_head(name, tmp_path):
 def test_a_head_on_another_device_drafts_rows(tmp_path):
     target = TARGETS["modules"]
     head = load_head(target, str(write_head(tmp_path, target)), None)
-    elsewhere = SimpleNamespace(device=torch.device("meta"), dtype=head.dtype, shape=head.shape, config=head.config)
-    made = HeadEngine(elsewhere, Tap([0, 1, 2], 32, torch.float32))
+    assert HeadEngine(head, Tap([0, 1, 2], 32, torch.float32)).can.trees
+    made = HeadEngine(head.to("meta"), Tap([0, 1, 2], 32, torch.float32))
     assert made.can.trees is False
     words = "tree is .2., and level HEAD runs on engine 'head', which goes through rows alone: leave tree out"
     with pytest.raises(ValueError, match=words):
