@@ -53,6 +53,21 @@ def test_a_head_is_trained_kept_and_drafts(folder, monkeypatch, capsys):
     assert hf_mlspec.last_stats(target).levels[0].drafted > 10
 
 
+def test_a_head_is_measured_below_a_cast_by_whose_states_it_reads(folder, monkeypatch, capsys):
+    options = "--target", folder / "target", "--text", folder / "prompts.jsonl", "--draft-vocab", 40, "--cast", "mxfp4"
+    card = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "head", "--steps", 30, "--rate", 1e-2)
+    found = card["by_states"]
+    assert len(found) == 4
+    assert found["states of target, choices of target"] == card["accepted_by_position"]
+    assert found["states of target, choices of mxfp4"] != found["states of mxfp4, choices of mxfp4"]
+    again = run(monkeypatch, capsys, "train_head", *options, "--head", folder / "head")
+    assert list(again) == list(found)
+    for name, shares in again.items():  # the folder keeps bfloat16
+        assert shares[0] == pytest.approx(found[name][0], abs=0.1)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "train_head", *options[:4], "--head", folder / "head")
+
+
 def test_training_lowers_the_loss_and_raises_what_is_accepted(folder, monkeypatch, capsys):
     options = "--target", folder / "target", "--text", folder / "prompts.jsonl", "--rate", 1e-2
     few = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "few", "--steps", 2)
