@@ -25,6 +25,22 @@ _CHUNK = 1024  # pairs of a row in one pass: what a prompt needs between two lay
 _FIRST_POSITIONS = 2048
 
 
+def columns_of(parents: list[Parents], asked: list[list[int]], ends: list[int]) -> list[Column]:
+    """The i-th of the nodes that are asked of every row, and what is before it, where row r ends in slot ends[r]."""
+    columns = []
+    for place in range(max(map(len, asked))):
+        column = Column(list(ends), Places(), Places())
+        for r, (tree, own, end) in enumerate(zip(parents, asked, ends, strict=True)):
+            if place < len(own):
+                *before, node = path(tree, own[place])
+                column.starts[r] = end + len(before)
+                column.own.add(r, column.starts[r], node)
+                for depth, earlier in enumerate(before):
+                    column.before.add(r, end + depth, earlier)
+        columns.append(column)
+    return columns
+
+
 class HeadEngine(CachedRows):
     """A head over its rows. See `Engine`.
 
@@ -44,7 +60,7 @@ class HeadEngine(CachedRows):
         self.forwards, self.seconds = 0, 0.0
         self._rope: tuple[Tensor, Tensor] | None = None
         self._nodes: HeadNodes | None = None  # of the trees behind the rows that were fed last
-        self.can = replace(self.can, trees=type(model) is EagleHead and self.device.type == "cpu")
+        self.can = Capabilities(trees=type(model) is EagleHead and self.device.type == "cpu")
 
     @property
     def bytes_per_token(self) -> int:
@@ -263,19 +279,3 @@ class _Trial(HeadEngine):
         self._sure, self._base, self.lengths = [held], [0], [held + 1]
         self._reserve(longest)
         return super().feed(rows)
-
-
-def columns_of(parents: list[Parents], asked: list[list[int]], ends: list[int]) -> list[Column]:
-    """The i-th of the nodes that are asked of every row, and what is before it, where row r ends in slot ends[r]."""
-    columns = []
-    for place in range(max(map(len, asked))):
-        column = Column(list(ends), Places(), Places())
-        for r, (tree, own, end) in enumerate(zip(parents, asked, ends, strict=True)):
-            if place < len(own):
-                *before, node = path(tree, own[place])
-                column.starts[r] = end + len(before)
-                column.own.add(r, column.starts[r], node)
-                for depth, earlier in enumerate(before):
-                    column.before.add(r, end + depth, earlier)
-        columns.append(column)
-    return columns
