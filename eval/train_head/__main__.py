@@ -7,6 +7,8 @@
 The target writes greedily behind the beginnings of texts (--text, default: the standard library of Python; prompts of
 evaluations do not belong there), or did so before (--written; --keep FILE keeps what it writes). The head learns from
 its hidden states and logits on these texts, and is saved in the layout of the `speculators` package, with a card.
+With --cast a line more says how often it is right below a cast of the target, by whose hidden states it reads; with
+--head that is all, of a head that is there.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+import hf_mlspec
 from eval import written
 from eval.progress import Progress
-from eval.train_head.folder import save_head
+from eval.train_head.folder import load_head, save_head
 from eval.train_head.head import Head
 
 DECAY = 0.8  # of what a step counts, by the one before it (EAGLE-3's own training)
@@ -33,7 +36,7 @@ HELD_OUT = 0.05  # of the texts
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m eval.train_head", description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--out", type=Path, required=True, help="folder that gets the head")
+    parser.add_argument("--out", type=Path, help="folder that gets the head")
     written.add_arguments(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training")
@@ -44,9 +47,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=0, help="most frequent tokens that it drafts, 0: all")
     parser.add_argument("--intermediate", type=int, help="of its MLP; default: the target's")
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--cast", help="such as mxfp4: measure it below this cast of the target, too")
+    parser.add_argument("--head", type=Path, help="measure this head, which this program made, and train none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few texts and steps")
     given = parser.parse_args()
+    if (given.head is None) == (given.out is None) or (given.head is not None and given.cast is None):
+        parser.error("name a folder that gets the head (--out), or a head and the cast that it is measured below")
     if given.smoke:
         given.prompts, given.new_tokens, given.rows, given.width, given.steps = 16, 24, 4, 64, given.steps or 8
     return given
@@ -78,10 +85,13 @@ def new_head(given: argparse.Namespace, target: PreTrainedModel, texts: list[wri
 
 
 class Lessons:
-    """Batches with what the target says of them."""
+    """Batches with what the target says of them. judge: whose choices the head is to guess, None: the target's."""
 
-    def __init__(self, target: PreTrainedModel, texts: list[written.Written], given: argparse.Namespace, seed: int):
-        self.target, self.steps = target, given.test_steps
+    def __init__(
+        self, target: PreTrainedModel, texts: list[written.Written], given: argparse.Namespace, seed: int,
+        judge: PreTrainedModel | None = None,
+    ):  # fmt: skip
+        self.target, self.steps, self.judge = target, given.test_steps, judge
         self.batches = written.batches(texts, given.rows, given.width, seed)
 
     def losses(self, head: Head):
@@ -90,8 +100,9 @@ class Lessons:
         with torch.no_grad():
             said = self.target(input_ids=ids, output_hidden_states=True, use_cache=False)
             states = torch.cat([said.hidden_states[tap] for tap in head.taps], -1)
+            logits = said.logits if self.judge is None else self.judge(input_ids=ids, use_cache=False).logits
         with torch.autocast(self.target.device.type, dtype=torch.bfloat16):
-            return head.losses(ids, wrote, states, said.logits, self.steps, DECAY)
+            return head.losses(ids, wrote, states, logits, self.steps, DECAY)
 
 
 def train(head: Head, lessons: Lessons, given: argparse.Namespace) -> dict[str, Any]:
@@ -118,6 +129,17 @@ def measured(head: Head, lessons: Lessons, batches: int) -> list[float]:
     return [round(float(a / b.clamp(min=1)), 4) for a, b in zip(right, asked, strict=True)]
 
 
+def by_states(head: Head, target: PreTrainedModel, texts: list[written.Written], given) -> dict[str, list[float]]:
+    """What `measured` finds on the same texts, by whose states the head reads, and whose choices it guesses."""
+    cast = hf_mlspec.direct_cast(target, given.cast)
+    models, found = {"target": target, given.cast: cast}, {}
+    for reads, model in models.items():
+        for guesses, judge in models.items():
+            lessons = Lessons(model, texts, given, given.seed + 1, judge)
+            found[f"states of {reads}, choices of {guesses}"] = measured(head, lessons, 2 if given.smoke else 20)
+    return found
+
+
 def main() -> None:
     given = arguments()
     torch.manual_seed(given.seed)
@@ -134,6 +156,9 @@ def main() -> None:
     held = max(int(HELD_OUT * len(texts)), 1)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(given.seed)).tolist()
     kept, unseen = [texts[i] for i in order[held:]], [texts[i] for i in order[:held]]
+    if given.head is not None:
+        print(json.dumps(by_states(load_head(given.head, target), target, unseen, given)))
+        return
     head = new_head(given, target, kept)
     told = train(head, Lessons(target, kept, given, given.seed), given)
     places = measured(head, Lessons(target, unseen, given, given.seed + 1), 2 if given.smoke else 20)
@@ -145,6 +170,8 @@ def main() -> None:
         "rows": given.rows, "width": given.width, "rate": given.rate, "test_steps": given.test_steps,
         "draft_vocab": len(head.targets), "accepted_by_position": places, **told,
     }  # fmt: skip
+    if given.cast is not None:
+        card["by_states"] = by_states(head, target, unseen, given)
     save_head(head, target, given.out, card)
     print(json.dumps(card))
 

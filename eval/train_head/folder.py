@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedModel
 
 from eval.train_head.head import Head
 
@@ -23,6 +23,20 @@ def save_head(head: Head, target: PreTrainedModel, folder: Path, card: dict[str,
     save_file(_tensors(head, target), str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "training.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "README.md").write_text(_card(card))
+
+
+def load_head(folder: Path, target: PreTrainedModel) -> Head:
+    """A head that `save_head` kept, in float32 on the target's device."""
+    config = json.loads((folder / "config.json").read_text())
+    own = load_file(str(folder / "model.safetensors"))
+    offsets = own.pop("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.long))
+    own.pop("t2d", None)
+    targets, embedding = offsets + torch.arange(len(offsets)), target.get_input_embeddings().weight
+    layer = LlamaConfig(**config["transformer_layer_config"])
+    table, width = embedding.detach().float().cpu(), target.config.get_text_config().hidden_size
+    head = Head(layer, config["eagle_aux_hidden_state_layer_ids"], width, targets, table)
+    head.load_state_dict({name.removeprefix("layers.0."): tensor.float() for name, tensor in own.items()})
+    return head.to(target.device)
 
 
 def _config(head: Head, target: PreTrainedModel) -> dict[str, Any]:

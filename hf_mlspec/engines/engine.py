@@ -48,7 +48,7 @@ class Capabilities:
         logits depend only on the tokens before it (invariant 3), so cache slots can be reused for a row with the same
         beginning, unless it is stateful. draft_window: it can read a part of the cache only. stateful: what it keeps
         of a row is no lane of keys and values alone, so that no user's cache goes in or out. tapped:
-        it writes hidden states to a `Tap`. trees: it scores guesses that are trees, and has `keep`.
+        it writes hidden states to a `Tap`. trees: it scores guesses that are trees, and has `keep`; a head grows them.
     """
 
     by_module: bool = False

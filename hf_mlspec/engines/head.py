@@ -14,13 +14,31 @@ import torch
 from torch import Tensor
 
 from ..nn.head import EagleHead
+from ..nn.head_nodes import Column, HeadNodes, Places
 from ..precision import OWN_BITS
 from .engine import Capabilities, Guess, Rows
 from .rows import CachedRows, DecoderCache, row_bytes, up_to_growth
 from .tap import Tap
+from .trees import END, Parents, path
 
 _CHUNK = 1024  # pairs of a row in one pass: what a prompt needs between two layers stays small
 _FIRST_POSITIONS = 2048
+
+
+def columns_of(parents: list[Parents], asked: list[list[int]], ends: list[int]) -> list[Column]:
+    """The i-th of the nodes that are asked of every row, and what is before it, where row r ends in slot ends[r]."""
+    columns = []
+    for place in range(max(map(len, asked))):
+        column = Column(list(ends), Places(), Places())
+        for r, (tree, own, end) in enumerate(zip(parents, asked, ends, strict=True)):
+            if place < len(own):
+                *before, node = path(tree, own[place])
+                column.starts[r] = end + len(before)
+                column.own.add(r, column.starts[r], node)
+                for depth, earlier in enumerate(before):
+                    column.before.add(r, end + depth, earlier)
+        columns.append(column)
+    return columns
 
 
 class HeadEngine(CachedRows):
@@ -41,6 +59,8 @@ class HeadEngine(CachedRows):
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._nodes: HeadNodes | None = None  # of the trees behind the rows that were fed last
+        self.can = Capabilities(trees=type(model) is EagleHead and self.device.type == "cpu")
 
     @property
     def bytes_per_token(self) -> int:
@@ -113,7 +133,7 @@ class HeadEngine(CachedRows):
         out = None
         for done in range(0, max(counts), _CHUNK):
             out = self._read(rows, starts, counts, done, out)
-        self._last = out
+        self._last, self._nodes = out, None
         for r, on in enumerate(alive):
             if on:
                 self._sure[r] = starts[r] + counts[r]
@@ -132,6 +152,34 @@ class HeadEngine(CachedRows):
         self._reserve(max(slots) + 1)
         self._last = self._pass(tokens, self._last[:, None], slots)[:, 0]
         self.lengths = [have + int(count) for have, count in zip(self.lengths, counts, strict=True)]
+
+    def grow(self, tokens: Rows, parents: list[Parents], asked: list[list[int]]) -> Tensor:
+        """Read nodes asked[r] of the tree behind row r, all of one depth, each once: logits `[sum of asked, vocab]`
+        behind them, row by row.
+
+        tokens, parents: of whole trees. `feed` has read the rows, and earlier calls the nodes that these are behind.
+        A node has the bits that it would have in a row of its own.
+        """
+        begin = time.perf_counter()
+        if self._nodes is None:
+            self._nodes = HeadNodes(self.cache.kv[:, :, : len(tokens)], self._last)
+        nodes, ends = self._nodes, [max(n - 1 - base, 0) for n, base in zip(self.lengths, self._base, strict=True)]
+        nodes.reserve(max(map(len, tokens)))
+        columns = columns_of(parents, asked, ends)
+        self._reserve(max(end + len(tree) for end, tree in zip(ends, tokens, strict=True)) + 1)
+        fed, behind = torch.zeros(len(tokens), len(columns), dtype=torch.long), self._last[:, None]
+        behind = behind.repeat(1, len(columns), 1)
+        for place, column in enumerate(columns):
+            for r, node in zip(column.own.rows, column.own.nodes, strict=True):
+                fed[r, place] = tokens[r][node]
+                if parents[r][node] != END:
+                    behind[r, place] = nodes.hidden[r, parents[r][node]]
+        found = self._pass(fed, behind, ends, nodes, columns)
+        for r, own in enumerate(asked):
+            nodes.hidden[r, own] = found[r, : len(own)]
+        logits = self.model.logits(torch.cat([found[r, : len(own)] for r, own in enumerate(asked)]))
+        self.seconds += time.perf_counter() - begin
+        return logits
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:
         """Up to limits[r] greedy tokens after row r, fewer behind one less probable than `threshold`; -1: NaN.
@@ -203,9 +251,9 @@ class HeadEngine(CachedRows):
         here = torch.tensor([0 <= end < width for end in ends], device=self.device)[:, None]
         return last if out is None else torch.where(here, last, out)
 
-    def _pass(self, tokens: Tensor, hidden: Tensor, slots: list[int]) -> Tensor:
+    def _pass(self, tokens: Tensor, hidden: Tensor, slots: list[int], *trees: object) -> Tensor:
         self.forwards += 1
-        return self.model(tokens, hidden, self.cache.kv[:, :, : len(slots)], slots, self._rope)
+        return self.model(tokens, hidden, self.cache.kv[:, :, : len(slots)], slots, self._rope, *trees)
 
     def _reserve(self, slots: int) -> None:
         self.cache.reserve(slots)

@@ -68,6 +68,11 @@ class Tap:
         for r, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.end[r] = min(self.end[r], start) if count else self.end[r]
 
+    def keep(self, row: int, slots: Sequence[int], first: int) -> None:
+        """Of a tree's nodes those in these slots are kept: their states go to positions first, first + 1 ..."""
+        self.states[row, first : first + len(slots)] = self.states[row, list(slots)]
+        self.end[row] = first + len(slots)
+
     def read(self, row: int) -> int:
         """From which position on the states of a row are other ones than the last time."""
         fresh, self.fresh[row] = self.fresh[row], self.end[row]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from .head_nodes import Column, HeadNodes
 from .linear import is_dense
 
 RopeTables = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos, sin float32 [positions, rotary_dim / 2]
@@ -82,7 +83,8 @@ class HeadLayer(nn.Module):
         self.down = nn.Linear(shape.intermediate, width, bias=shape.mlp_bias)
 
     def forward(self, embedded: Tensor | None, hidden: Tensor, lanes: tuple) -> Tensor:
-        """embedded: of the first layer alone; both `[batch, tokens, hidden]`. lanes: keys, values, starts, tables."""
+        """embedded: of the first layer alone; both `[batch, tokens, hidden]`. lanes: keys, values, starts, tables, and
+        of tokens that are nodes of trees their columns."""
         residual = hidden
         if self.hidden_norm is None:
             inputs = self.input_norm(hidden)
@@ -95,7 +97,7 @@ class HeadLayer(nn.Module):
         return hidden + product(self.down, ops.silu_mul(gate.contiguous(), up.contiguous()))
 
     def _attend(self, qkv: Tensor, lanes: tuple) -> Tensor:
-        keys, values, starts, cos, sin = lanes
+        keys, values, starts, cos, sin, *columns = lanes
         shape, scale = self.shape, self.shape.head_dim**-0.5
         if qkv.is_cuda:
             where = torch.tensor([starts, [qkv.shape[1]] * len(starts)], dtype=torch.int32).to(qkv.device)
@@ -105,8 +107,22 @@ class HeadLayer(nn.Module):
         heads = qkv.unflatten(2, (-1, shape.head_dim)).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
         q, k, v = (one.contiguous() for one in heads)
         q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if columns:
+            return self._attend_nodes((q, k, v), lanes[:2], (cos, sin), *columns)
         q = ops.rope_write(q, k, v, cos, sin, starts, keys, values)
         return ops.ragged_attention(q, keys, values, starts, scale).flatten(2)
+
+    def _attend_nodes(
+        self, qkv: tuple, lanes: tuple, tables: tuple, nodes: HeadNodes, columns: list[Column], layer: int
+    ) -> Tensor:
+        """One column after the other, each behind the tokens of its own branches."""
+        found, scale = [], self.shape.head_dim**-0.5
+        for place, column in enumerate(columns):
+            q, k, v = (one[:, place : place + 1].contiguous() for one in qkv)
+            with nodes.at(column, layer, *lanes):
+                q = ops.rope_write(q, k, v, *tables, column.starts, *lanes)
+                found.append(ops.ragged_attention(q, *lanes, column.starts, scale))
+        return torch.cat(found, dim=1).flatten(2)
 
 
 class EagleHead(nn.Module):
@@ -170,16 +186,20 @@ class EagleHead(nn.Module):
         joined = states.flatten(2)
         return product(self.fc, joined if self.input_norm is None else self.input_norm(joined))
 
-    def forward(self, tokens: Tensor, hidden: Tensor, kv: Tensor, starts: list[int], rope: tuple) -> Tensor:
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, kv: Tensor, starts: list[int], rope: tuple, *trees: object
+    ) -> Tensor:
         """Each token beside the hidden state before it -> what predicts the token after, `[batch, tokens, hidden]`.
 
         tokens int64 `[batch, tokens]`, hidden of `join` or of an earlier call. kv `[layers, 2, batch, kv_heads, slots,
-        head_dim]`: written from slot starts[r] of row r on. rope: tables for every slot.
+        head_dim]`: written from slot starts[r] of row r on. rope: tables for every slot. trees: where the tokens are
+        nodes of trees, their `HeadNodes` and columns (head_nodes.py), on a CPU.
         """
         own, cos_sin = hidden.to(self._computed_in), rope
         embedded = self._embedded(tokens) if self.layers else None
         for index, layer in enumerate(self.layers):
-            own = layer(embedded, own, (*kv[index].unbind(0), starts, *cos_sin))
+            columns = (*trees, index) if trees else ()
+            own = layer(embedded, own, (*kv[index].unbind(0), starts, *cos_sin, *columns))
         return self.norm(own) if self.shape.norm_output else own
 
     def logits(self, hidden: Tensor) -> Tensor:

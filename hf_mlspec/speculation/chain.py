@@ -17,7 +17,7 @@ from .controller import Controller
 from .deferred import Deferred
 from .draft import Drafter, Rows
 from .drafters.checked import CheckedDrafter
-from .drafters.head import HeadDrafter
+from .drafters.head import HeadDrafter, HeadTree
 from .drafters.model import ModelDrafter
 from .drafters.model_tree import ModelTree
 from .loop import Emit, Loop, Stop
@@ -179,10 +179,12 @@ def _drafter(part: Part, sampler: Sampler | None, inner: Drafter | None, num_dra
     if part.drafter is not None:
         return part.drafter
     limits = {"threshold": part.threshold, "max_positions": part.max_positions}
+    is_head = isinstance(part.engine, HeadEngine)
     if part.tree is not None:
-        made = ModelTree(part.engine, sampler, part.name, widths=part.tree, **limits)
+        kind = HeadTree if is_head else ModelTree
+        made = kind(part.engine, sampler, part.name, widths=part.tree, **limits)
     elif inner is None:
-        kind = HeadDrafter if isinstance(part.engine, HeadEngine) else ModelDrafter
+        kind = HeadDrafter if is_head else ModelDrafter
         made = kind(part.engine, sampler, part.name, **limits)
     else:
         checker = Checker(part.engine, sampler, part.name, keep_logits=False)

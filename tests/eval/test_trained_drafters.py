@@ -53,6 +53,21 @@ def test_a_head_is_trained_kept_and_drafts(folder, monkeypatch, capsys):
     assert hf_mlspec.last_stats(target).levels[0].drafted > 10
 
 
+def test_a_head_is_measured_below_a_cast_by_whose_states_it_reads(folder, monkeypatch, capsys):
+    options = "--target", folder / "target", "--text", folder / "prompts.jsonl", "--draft-vocab", 40, "--cast", "mxfp4"
+    card = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "head", "--steps", 30, "--rate", 1e-2)
+    found = card["by_states"]
+    assert len(found) == 4
+    assert found["states of target, choices of target"] == card["accepted_by_position"]
+    assert found["states of target, choices of mxfp4"] != found["states of mxfp4, choices of mxfp4"]
+    again = run(monkeypatch, capsys, "train_head", *options, "--head", folder / "head")
+    assert list(again) == list(found)
+    for name, shares in again.items():  # the folder keeps bfloat16
+        assert shares[0] == pytest.approx(found[name][0], abs=0.1)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "train_head", *options[:4], "--head", folder / "head")
+
+
 def test_training_lowers_the_loss_and_raises_what_is_accepted(folder, monkeypatch, capsys):
     options = "--target", folder / "target", "--text", folder / "prompts.jsonl", "--rate", 1e-2
     few = run(monkeypatch, capsys, "train_head", *options, "--out", folder / "few", "--steps", 2)
@@ -74,6 +89,38 @@ def test_a_draft_is_aligned_and_stays_a_model(folder, monkeypatch, capsys):
     how = {"max_new_tokens": 20, "eos_token_id": None}
     found = together(target, inputs, [str(folder / "aligned")], tokenizer=letters(), **how)
     assert found == alone(target, inputs, assistant_models=[], **how)
+
+
+def test_a_draft_is_aligned_for_a_cast_of_it(folder, monkeypatch, capsys):
+    tiny(seed=5, dtype=torch.bfloat16).save_pretrained(folder / "draft")
+    letters().save_pretrained(folder / "draft")
+    options = "--draft", folder / "draft", "--target", folder / "target", "--text", folder / "prompts.jsonl"
+    options = *options, "--round", "mxfp4", "--rate", 3e-3
+    few = run(monkeypatch, capsys, "align_draft", *options, "--out", folder / "few", "--steps", 2)
+    card = run(monkeypatch, capsys, "align_draft", *options, "--out", folder / "aligned", "--steps", 40)
+    assert card["loss"] < 0.7 * few["loss"]
+    assert card["round"] == "mxfp4"
+    assert all(0 <= card[name] <= 1 for name in ("agreement_rounded_before", "agreement_rounded"))
+    target, inputs = tiny(seed=2, dtype=torch.bfloat16), prompts([5, 9])
+    how = {"max_new_tokens": 20, "eos_token_id": None}
+    found = together(target, inputs, [f"{folder / 'aligned'}@mxfp4"], tokenizer=letters(), **how)
+    assert found == alone(target, inputs, assistant_models=[], **how)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rounded_draft_computes_what_its_cast_does_and_learns_through_it(tied):
+    """Without rounded activations; an embedding that the head shares is not rounded."""
+    program = importlib.import_module("eval.align_draft.__main__")
+    draft = tiny(seed=5, dtype=torch.float32, tie_word_embeddings=tied)
+    rounded, ids = program.Rounded(draft, "mxfp4"), prompts([9])["input_ids"]
+    found = rounded(input_ids=ids).logits
+    cast = hf_mlspec.direct_cast(draft, "mxfp4", activation_bits=16)
+    wanted = cast(input_ids=ids).logits
+    plain = draft(input_ids=ids).logits
+    assert (found - wanted).abs().mean() < 0.3 * (plain - wanted).abs().mean()  # the cast rounds inputs to bfloat16
+    found.square().sum().backward()
+    weights = [layer.mlp.up_proj.weight for layer in draft.model.layers]
+    assert all(float(weight.grad.abs().sum()) > 0 for weight in weights)
 
 
 def test_prompts_with_tokens_of_the_tokenizer_alone_are_left_out():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import write_head
 from models import EOS, alone, letters, near, prompts, refused, tiny, together
 from transformers import GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -152,13 +151,10 @@ def test_shapes_that_cannot_be_are_refused(config, error, words):
     refused(error, words, prompts([5]), TARGET, assistant_models=["lookups"], speculation_config=config)
 
 
-def test_levels_that_cannot_have_a_tree_are_refused(tmp_path):
+def test_levels_that_cannot_have_a_tree_are_refused():
     how = {"speculation_config": {"tree": [2]}}
     refused(ValueError, "level siblings is a drafter of yours", prompts([5]), TARGET,
             assistant_models=[Siblings()], **how)
-    write_head(tmp_path, TARGET, layout="speculators", draft_vocab=24)
-    refused(ValueError, "runs on engine 'head', which goes through rows alone: leave tree out", prompts([5]), TARGET,
-            assistant_models=[str(tmp_path)], **how)
     other = tiny(seed=3, vocab_size=80)
     refused(ValueError, "has another vocabulary than the level above, which translates rows", prompts([5]), TARGET,
             assistant_models=[other], tokenizer=letters(), assistant_tokenizers=[letters(16)], **how)

@@ -100,6 +100,8 @@ class CpuEngine(CpuRows):
         for r, (tree, kept) in enumerate(zip(self._trees, paths, strict=True)):
             if kept:
                 tree.keep(self.cache.kv, r, kept)
+                if self.tap is not None:
+                    self.tap.keep(r, tree.slots_of(kept), tree.end)
                 self.lengths[r] = tree.end + len(kept)
 
     def draft(self, rows: Rows, limits: list[int], threshold: float) -> Rows:

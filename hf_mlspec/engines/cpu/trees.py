@@ -41,13 +41,17 @@ class FedTree:
         """That row and tree take while they are scored."""
         return self.end + self.deepest + len(self.place)
 
+    def slots_of(self, kept: list[int]) -> list[int]:
+        """Where these nodes were written."""
+        return [self.end + self.deepest + self.place[node] for node in kept]
+
     def keep(self, kv: Tensor, row: int, kept: list[int]) -> None:
         """Copy the keys and values of a path to the slots behind the row; `kv` as of `DecoderCache`."""
-        moves = [(at, self.place[n]) for at, n in enumerate(kept) if self.lying[at] != n]
+        moves = [(at, n) for at, n in enumerate(kept) if self.lying[at] != n]
         if moves:
             to, of = zip(*moves, strict=True)
-            lane, first = kv[:, :, row], self.end + self.deepest
-            lane[:, :, :, [self.end + at for at in to]] = lane[:, :, :, [first + at for at in of]]
+            lane = kv[:, :, row]
+            lane[:, :, :, [self.end + at for at in to]] = lane[:, :, :, self.slots_of(of)]
 
 
 def scored_trees(
@@ -71,9 +75,9 @@ def scored_trees(
     tokens, counts = [token for line in fed for token in line], [len(line) for line in fed]
     begin = time.perf_counter()
     of_trees = nodes, at, [len(tree.place) for tree in trees]
-    best, confidence, logits = engine.decoder.call(
-        "score_tree", engine.cache.kv, tokens, counts, starts, *of_trees, *wanted, *engine._view
-    )
+    call = engine.cache.kv, tokens, counts, starts, *of_trees, *wanted, *engine._view
+    slots = max((tree.slots for tree in busy), default=0)
+    best, confidence, logits = _called(engine, call, starts, counts, slots)
     engine._count(1, time.perf_counter() - begin)
     engine.lengths = [tree.end if on else have for tree, on, have in zip(trees, alive, engine.lengths, strict=True)]
     order = _in_the_guess(trees, alive)
@@ -85,6 +89,24 @@ def scored_trees(
         logits[flat] if wanted[1] else logits,
         trees,
     )
+
+
+def _called(
+    engine: Any, call: tuple, starts: list[int], counts: list[int], slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The call of the decoder; the hidden states of what it feeds go to the tap, those of nodes to the slots of their
+    keys and values."""
+    tap = engine.tap
+    if tap is None:
+        return engine.decoder.call("score_tree", *call)
+    tap.reserve(len(counts), slots)
+    try:
+        found = engine.decoder.call("score_tree_tapped", *call, tap.layers, tap.states)
+    except BaseException:
+        tap.cut(starts, counts)
+        raise
+    tap.wrote(starts, counts)
+    return found
 
 
 def _in_the_guess(trees: list[FedTree], alive: list[bool]) -> list[list[int]]:

@@ -142,8 +142,11 @@ class ModuleEngine(CachedRows):
     def keep(self, paths: list[list[int]]) -> None:
         """`Engine.keep`."""
         for r, (end, kept) in enumerate(zip(self._ends, paths, strict=True)):
+            slots = [end + node for node in kept]
             if kept != list(range(len(kept))):
-                self.cache.move(r, [end + node for node in kept], end)
+                self.cache.move(r, slots, end)
+            if kept and self.tap is not None:
+                self.tap.keep(r, slots, end)
 
     def _ragged(self, rows: Rows, missing: list[int], guesses: Rows, width: int) -> Tensor:
         longest = max(missing) + width

@@ -18,12 +18,12 @@ from .attention import Plan
 def tapping(model: nn.Module, tap: Tap, plan: Plan, counts: list[int]) -> Iterator[None]:
     """Inside, a pass of this thread writes to `tap` what the layers of the tap read, of counts[r] tokens of row r."""
     layers = layers_of(model)
-    positions = plan.positions.to(tap.states.device)
+    slots = plan.slots.to(tap.states.device)
     tap.reserve(len(counts), plan.end)
     fed = torch.tensor([row for row, count in enumerate(counts) if count], device=tap.states.device)
 
     def write(place: int, hidden: Tensor) -> None:
-        tap.states[fed[:, None], positions[fed], place] = hidden.to(tap.states)[fed]
+        tap.states[fed[:, None], slots[fed], place] = hidden.to(tap.states)[fed]
 
     hooks = [_hook(layers, number, place, write) for place, number in enumerate(tap.layers)]
     try:

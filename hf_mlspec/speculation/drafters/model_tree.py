@@ -46,13 +46,17 @@ class ModelTree(ModelDrafter):
             if not any(alive):
                 break
             guess = draft.guess()
-            scores = self.sampler.scores(self._feed(seen, guess, alive), rows, guess, alive)
+            scores = self.sampler.scores(self._behind(seen, draft, edge, alive), rows, guess, alive)
             found = self._likeliest(scores, rows, draft, alive, depth)
             lines = zip(tokens, parents, edge, found, alive, strict=True)
             edge = [self._grow(*one) if on else [] for *one, on in lines]
             draft = Draft.trees(tokens, parents, self.runner.device)
             roll_back(self.runner, [len(row) for row in seen])
         return draft
+
+    def _behind(self, seen: Rows, draft: Draft, edge: list[list[int]], alive: list[bool]) -> Tensor:
+        """Logits `[batch, nodes + 1, vocab]` behind the rows and the nodes so far; only those of the edge are read."""
+        return self._feed(seen, draft.guess(), alive)
 
     def _likeliest(
         self, scores: Tensor, rows: Rows, draft: Draft, alive: list[bool], depth: int

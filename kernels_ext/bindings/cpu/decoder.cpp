@@ -407,6 +407,16 @@ class DecoderObject : public torch::CustomClassHolder {
   std::tuple<Tensor, Tensor, Tensor> score_tree(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
                                                 const Ints& nodes, const Ints& depths, const Ints& node_counts, bool want_confidence,
                                                 bool want_logits, int64_t weight_bits, int64_t activation_bits, int64_t draft_window) {
+    return score_tree_tapped(kv, tokens, counts, starts, nodes, depths, node_counts, want_confidence, want_logits, weight_bits,
+                             activation_bits, draft_window, {}, std::nullopt);
+  }
+
+  // The same with a tap as of score_tapped: what belongs to a node goes to the slot of its keys and values.
+  std::tuple<Tensor, Tensor, Tensor> score_tree_tapped(const Tensor& kv, const Ints& tokens, const Ints& counts, const Ints& starts,
+                                                       const Ints& nodes, const Ints& depths, const Ints& node_counts,
+                                                       bool want_confidence, bool want_logits, int64_t weight_bits,
+                                                       int64_t activation_bits, int64_t draft_window, const Ints& tap_layers,
+                                                       const MaybeTensor& tap_states) {
     std::lock_guard<std::mutex> lock(decoder_.busy);
     TORCH_CHECK_VALUE(decoder_.delta_nets.empty(), "score_tree: layers that keep a state go through rows alone");
     mlspec::Level level = mlspec::checked_level(decoder_, kv, starts, {weight_bits, activation_bits}, draft_window);
@@ -417,6 +427,7 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::put_trees(level, nodes, depths, node_counts, rows);
     for (size_t r = 0; r < rows.size(); ++r)
       TORCH_CHECK_VALUE(kept[r] || rows[r].nodes.empty(), "row ", r, " has a tree, and no token before it is fed");
+    level.tap = mlspec::checked_tap(decoder_, rows, tap_layers, tap_states);
     return scored("score_tree", level, tokens, counts, rows, kept, want_confidence, want_logits);
   }
 
@@ -633,6 +644,7 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def("score", &DecoderObject::score)
       .def("score_tapped", &DecoderObject::score_tapped)
       .def("score_tree", &DecoderObject::score_tree)
+      .def("score_tree_tapped", &DecoderObject::score_tree_tapped)
       .def("score_routed", &DecoderObject::score_routed)
       .def("score_choosing", &DecoderObject::score_choosing)
       .def("draft", &DecoderObject::draft)

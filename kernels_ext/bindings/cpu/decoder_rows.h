@@ -87,9 +87,10 @@ inline Tap checked_tap(const Decoder& decoder, const std::vector<TokenRow>& rows
                     "tap_states has shape ", states->sizes(), ", expected contiguous [", rows.size(), ", slots, ", count, ", ",
                     decoder.shape.hidden, "] on the CPU");
   TORCH_CHECK_TYPE(states->scalar_type() == dtype, "tap_states is ", states->scalar_type(), ", the model writes ", dtype);
-  for (size_t r = 0; r < rows.size(); ++r)
-    TORCH_CHECK_INDEX(rows[r].end() <= states->size(1), "row ", r, " reaches ", rows[r].end(), " tokens, tap_states has ",
-                      states->size(1), " slots");
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const int64_t reached = rows[r].end() + rows[r].deepest() + static_cast<int64_t>(rows[r].nodes.size());
+    TORCH_CHECK_INDEX(reached <= states->size(1), "row ", r, " reaches ", reached, " tokens, tap_states has ", states->size(1), " slots");
+  }
   return {layers, states->mutable_data_ptr(), states->size(1)};
 }
 

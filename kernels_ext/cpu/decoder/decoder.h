@@ -104,7 +104,7 @@ struct Segment {
 };
 
 // Where the residual stream in front of some layers is written, for heads that read it: of every token of a pass, in the place of its
-// row and position. layers: ascending, 0 (the embedding) to the number of layers (behind the last one).
+// row and slot (of `Pass::slots`). layers: ascending, 0 (the embedding) to the number of layers (behind the last one).
 struct Tap {
   std::vector<int64_t> layers;
   void* states = nullptr;  // [rows][slots][layers.size()][hidden], of the decoder's kv_dtype; null: nobody reads

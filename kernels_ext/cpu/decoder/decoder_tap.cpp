@@ -23,7 +23,7 @@ void Decoder::tap(Team& team, const Pass& pass, const Pending& pending, int64_t 
         settle(pending, w.block.data() + n * shape.hidden, own, own + shape.hidden);
         from = own;
       }
-      const int64_t row = ((pass.rows[n] * tap.slots + pass.positions[n]) * width + place) * shape.hidden;
+      const int64_t row = ((pass.rows[n] * tap.slots + pass.slots[n]) * width + place) * shape.hidden;
       char* const to = static_cast<char*>(tap.states) + row * element;
       cpu_kernels().row.narrow(from, shape.kv_dtype, shape.hidden, to);
     }
