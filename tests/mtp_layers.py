@@ -20,8 +20,8 @@ _SHAPE = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": VOCAB,
     "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False,
 }  # fmt: skip
-_MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-            "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
+_MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,

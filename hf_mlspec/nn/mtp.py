@@ -2,8 +2,8 @@
 
 Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the hidden state behind the last layer and the
 embedding of the next token, each normed, are brought to the model's width; one more decoder layer of the target's own
-kind reads them, and the target's output head predicts the token after. What the layer gives, normed, takes the place of
-the hidden state where it reads its own draft.
+kind reads them, and the target's output head predicts the token after. What the layer gives, normed, takes the place
+of the hidden state where it reads its own draft.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MtpHead(nn.Module):
 
     def join(self, states: Tensor) -> Tensor:
         """Hidden states behind the target's last layer `[batch, tokens, 1, hidden]` -> those behind its last norm."""
-        return self._shared[0].norm(states[:, :, 0].to(self.dtype))
+        return self._shared[0].norm(states[:, :, 0].to(self.dtype)).to(self.device)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Each token beside the hidden state before it -> what predicts the token after, `[batch, tokens, hidden]`.
@@ -108,7 +108,7 @@ class MtpHead(nn.Module):
         own, table = self._shared[0], self.embedding
         if type(table) is nn.Embedding:
             tokens = tokens.clamp(0, table.num_embeddings - 1)
-        embedded = table(tokens).to(self.dtype)
+        embedded = table(tokens).to(self.device, self.dtype)
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden.to(self.dtype))], dim=-1))
         places = positions[None].expand(3, -1, -1) if hasattr(own.rotary, "mrope_section") else positions
         rotation = own.rotary(joined, position_ids=places)
@@ -124,6 +124,6 @@ class MtpHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[batch, hidden]` of `forward` -> float32 `[batch, vocab]`."""
-        return self.outputs(hidden).float()
+        return self.outputs(hidden).float().to(hidden.device)
 
     own_logits = logits

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...nn.mtp import MtpHead
 from ..head import HeadEngine, TimedRow
 from ..rows import row_bytes
-from ..tap import Tap
 from .attention import Plan, planned
 from .cache import RaggedCache
 

@@ -44,12 +44,17 @@ def load_mtp(target: nn.Module, path: str, cast: dict | None) -> MtpHead:
 
     ValueError, naming the folder, for a checkpoint without one, one of another target, and damaged files.
     """
+    if getattr(target, "_tp_size", None):
+        raise ValueError(
+            f"level 'mtp': {type(target).__name__} is shared by processes, and its MTP layer cannot be: leave it out"
+        )
     _check_said(target, path)
     layers = layers_of(target)
     config = block_config(target)
     with torch.device("meta"):
         head = _made(target, layers, config, path)
-    tensors = read_mtp(path, len(layers))
+    own_path = path == getattr(target.config, "_name_or_path", None)
+    tensors = read_mtp(path, len(layers), getattr(target.config, "_commit_hash", None) if own_path else None)
     own = join_experts({n: t for n, t in tensors.items() if n not in _TABLES}, head.state_dict(), path)
     _give(head, own, target, path)
     head.share(_of_target(target))
@@ -151,6 +156,9 @@ def _give(head: MtpHead, own: dict[str, Tensor], target: nn.Module, path: str) -
         check_values(name, tensor, path)
     held = {name: tensor.to(target.dtype) if name in parameters else tensor for name, tensor in own.items()}
     head.load_state_dict(held, assign=True)
+    left = [name for name, buffer in head.named_buffers() if buffer.is_meta]
+    if left:
+        raise ValueError(f"no MTP layer can be made for {type(target).__name__}: nothing fills its {left[0]}")
 
 
 def _own_tables(head: MtpHead, tensors: dict[str, Tensor], target: nn.Module, path: str) -> None:

@@ -19,6 +19,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .words import is_hub_name
+
 # Beginnings of names behind those of a layout -> beginnings of names in `MtpHead`.
 _OWN_LAYERS = {
     "pre_fc_norm_embedding.": "enorm.",
@@ -49,14 +51,16 @@ _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.wei
 _BEGINS = "enorm.weight"  # every layout has it, and no other decoder layer
 
 
-def read_mtp(path: str, layers: int) -> dict[str, Tensor]:
+def read_mtp(path: str, layers: int, revision: str | None = None) -> dict[str, Tensor]:
     """The tensors of the MTP layer in the safetensors files of a folder or hub name, by their names in `MtpHead`.
 
-    layers: of the target. ValueError, naming the folder, where there is none, where there are several layers, and for
-    damaged files.
+    layers: of the target. revision: of a hub name, None for the main one. ValueError, naming the folder, where there
+    is no such layer, where there are several, and for damaged files.
     """
     if not Path(path).is_dir():
-        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors"])
+        if not is_hub_name(path):
+            raise ValueError(f"{path!r} is no folder, which an MTP layer is read from: name one, as in 'mtp:FOLDER'")
+        path = snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     found: dict[str, Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         try:

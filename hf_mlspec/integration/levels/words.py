@@ -33,11 +33,12 @@ _OTHER_WORDS = (
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "routed", "load", "mtp", "prompt_lookup", "ngram", "lookups" or one
-    of `_VIEWS`.
+    """A parsed level word: kind "cast", "precision", "routed", "load", "mtp", "prompt_lookup", "ngram", "lookups" or
+    one of `_VIEWS`.
 
     path: of a loaded model, or of the checkpoint whose MTP layer is meant, None for the target's own. cast: the format
-    that the target (kind "cast") or what is loaded is cast to, None for the latter as it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
+    that the target (kind "cast") or what is loaded is cast to, None for the latter as it is. precision: None for
+    "qspec", whose weights are whatever the target's are. number: of layers, or experts.
     """
 
     kind: str
