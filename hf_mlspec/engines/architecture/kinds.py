@@ -17,11 +17,17 @@ def kind_of(config: Any, index: int) -> str | None:
 
 def window_of(entry: Description, config: Any, index: int) -> int:
     """Tokens that a layer sees, 0: all."""
-    if entry.windows == "none":
+    if entry.windows in ("none", "chunks by layer type"):
         return 0
     window = getattr(config, "sliding_window", None) or 0
     everywhere = entry.windows == "every layer"
     return window if everywhere or kind_of(config, index) in (None, "sliding_attention") else 0
+
+
+def span_of(entry: Description, config: Any, index: int) -> int:
+    """How long the stretches of a row are of which a token of a layer sees its own alone; 0: it sees all."""
+    chunked = entry.windows == "chunks by layer type" and kind_of(config, index) == "chunked_attention"
+    return (getattr(config, "attention_chunk_size", None) or 0) if chunked else 0
 
 
 def rope_kinds(entry: Description, config: Any) -> list[str | None]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...nn.coded_embedding import CodedEmbedding
 from ...ops.compiled_decoder import DeltaNet, Sizes
+from ...ops.layer_forms import NO_FORM, LayerForm, TokenInputs
 from .mixture import ExpertBlock
 from .rotary import Rotation
 
@@ -48,12 +49,27 @@ class Block:
     experts: ExpertBlock | None = None
     sinks: Tensor | None = None  # of the softmax of each head
     delta: DeltaNet | None = None
+    form: LayerForm = NO_FORM
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Inputs of layers, and the linear of embeddings that is part of them."""
+
+    inputs: TokenInputs
+    projection: nn.Module
+
+    @property
+    def width(self) -> int:
+        """Elements that a layer gets."""
+        return self.inputs.width
 
 
 @dataclass
 class Outline:
     """A model as a decoder sees it before it reads the linears. embedding: the table, or what reads one of codes.
-    positions: the table that is added to it, a row for each position; None where there is none."""
+    positions: the table that is added to it, a row for each position; None where there is none. inputs: of layers,
+    beside the residual stream; None where they have none."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -63,6 +79,7 @@ class Outline:
     blocks: list[Block]
     rotation: Rotation
     positions: Tensor | None = None
+    inputs: LayerTable | None = None
 
 
 def table_dtype(table: nn.Module) -> torch.dtype:

@@ -21,6 +21,7 @@ from ...ops.compiled_decoder import (
     set_experts,
     set_linear,
 )
+from ...ops.layer_forms import add_layer, cache_sizes, set_token_inputs
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from ..own_part import own_part
@@ -34,7 +35,8 @@ _OF_MLP = "gate", "up", "down"
 class CpuDecoder:
     """A model in compiled code: `handle` has one call per step (kernels_ext/bindings/cpu/decoder.cpp).
 
-    num_layers: those that keep keys and values. num_recurrent: those that keep a state.
+    num_layers: those that keep keys and values. num_recurrent: those that keep a state. cache_sizes: of each that
+    keeps keys and values its key heads and elements of a head; `sizes` has the most of all.
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
     bit_choices: what its calls may ask of the packed weights, () where it has none. blocks: of the attention and the
@@ -50,7 +52,9 @@ class CpuDecoder:
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
         self.vocab_size = found.sizes.vocab
         self.num_recurrent = sum(layer.delta is not None for layer in found.layers)
-        self.num_layers = len(found.layers) - self.num_recurrent
+        forms = [layer.form for layer in found.layers if layer.delta is None]
+        self.cache_sizes = cache_sizes(forms, found.sizes)
+        self.num_layers = len(self.cache_sizes)
         self._rotation = found.rotation
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(rotary.text_config(model))
@@ -63,16 +67,21 @@ class CpuDecoder:
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._reader = read_planes(self.handle, model)
         self._ranks = None if self._part is None else SharedSums(self.handle, self._part.ranks)
+        if found.inputs is not None:
+            set_token_inputs(self.handle, found.inputs)
         if found.sizes.delta is not None:
             set_delta_sizes(self.handle, found.sizes.delta)
         for layer in found.layers:
-            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table, layer.sinks)
+            seen = layer.window, layer.rope_table, layer.sinks
+            add_layer(self.handle, _tensors(layer.norms), *seen, layer.form, found.sizes)
             if layer.delta is not None:
                 set_delta(self.handle, layer.delta)
             for name, weight in layer.linears.items():
                 set_linear(self.handle, name, weight)
             if layer.experts is not None:
                 set_experts(self.handle, layer.experts)
+        if found.inputs is not None:
+            set_linear(self.handle, "token_inputs", found.projection)
         set_linear(self.handle, "head", found.head)
         self.bit_choices = bit_choices(model)
         self.blocks = [block for layer in found.layers for block in _blocks(layer.linears)]
@@ -140,6 +149,8 @@ class CpuDecoder:
 
 def _blocks(linears: dict[str, Weight]) -> list[int]:
     """As of `CpuDecoder.blocks`, of one layer."""
+    if "inputs_gate" in linears:
+        return [0, 0]
     parts = [[own for name, own in linears.items() if (name in _OF_MLP) == mlp] for mlp in (False, True)]
     fit = [all(one.format == PLANES and one.order is None and one.rotation is None for one in part) for part in parts]
     return [sum(one.out_features for one in part) * own for part, own in zip(parts, fit, strict=True)]
