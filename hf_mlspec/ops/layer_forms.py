@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .compiled_decoder import Sizes
-
 
 @dataclass(frozen=True)
 class LayerForm:
@@ -44,40 +42,6 @@ class TokenInputs:
     width: int
     eps: float
     scale: float
-
-
-def add_layer(decoder, norms: list[Tensor | None], window: int, rope_table: int, sinks, form: LayerForm, sizes: Sizes):
-    """A layer behind the others; its linears follow. norms: six weights, then their biases; sizes: the decoder's."""
-    decoder.set_layer_sizes(*(form.sizes or (sizes.kv_heads, sizes.head_dim, sizes.intermediate)))
-    decoder.add_layer(norms, window, rope_table, sinks)
-    if form.keys_of is not None:
-        decoder.reuse_keys(form.keys_of)
-    if form.value_norm is not None or form.values_are_keys:
-        decoder.set_values(form.value_norm, form.values_are_keys)
-    if form.span or form.query_scale is not None:
-        decoder.set_view(form.span, *(form.query_scale or (0.0, 1.0)))
-    if form.inputs_norm is not None:
-        decoder.set_inputs(form.inputs_norm)
-    if form.scale != 1:
-        decoder.set_scale(form.scale)
-
-
-def set_token_inputs(decoder, inputs: TokenInputs) -> None:
-    """Before the first layer that has inputs; the linear token_inputs comes behind the layers."""
-    norm = inputs.norm.float().contiguous()
-    decoder.set_token_inputs(inputs.table.detach(), norm, inputs.width, inputs.eps, inputs.scale)
-
-
-def cache_sizes(forms: list[LayerForm], sizes: Sizes) -> list[tuple[int, int]]:
-    """Of every layer that keeps keys and values: its key heads, and elements of each."""
-    own = [form.sizes or (sizes.kv_heads, sizes.head_dim, 0) for form in forms if form.keys_of is None]
-    return [(heads, dim) for heads, dim, _ in own]
-
-
-def widest(forms: list[LayerForm]) -> tuple[int, int, int]:
-    """Sizes that all of these layers, which have some of their own, fit in."""
-    key_heads, head_dim, intermediate = zip(*(form.sizes for form in forms), strict=True)
-    return max(key_heads), max(head_dim), max(intermediate)
 
 
 NO_FORM = LayerForm()

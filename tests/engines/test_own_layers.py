@@ -153,6 +153,11 @@ def test_a_mixture_beside_the_mlp_goes_module_by_module():
     assert together(model, asked, ["prompt_lookup"], **UNTIL) == alone(model, asked, **UNTIL)
 
 
+def test_heads_that_differ_are_not_rotated():
+    with pytest.raises(ValueError, match="heads of Gemma4ForCausalLM differ from layer to layer, which no rotation"):
+        hf_mlspec.calibration.rotation.rotate(target("gemma4"), residual=False)
+
+
 def test_layers_that_contradict_their_weights_are_named():
     model = target("gemma4-shared")
     model.model.layers[2].self_attn.is_kv_shared_layer = False

@@ -3,9 +3,18 @@
 from .description import CPU_FIELDS, NORMS, Description, LayerInputs, Mixture
 from .interpret import CPU, OF_ATTENTION, described, outline, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
-from .linears import as_read, linear_shape, require_format
 from .mixture import ExpertBlock, has_experts, routing_said
-from .parts import Block, Norm, Outline, UndescribedClass, UnknownArchitecture, table_dtype
+from .parts import (
+    Block,
+    Norm,
+    Outline,
+    UndescribedClass,
+    UnknownArchitecture,
+    as_read,
+    linear_shape,
+    require_format,
+    table_dtype,
+)
 from .probe import Evidence, recognise
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 

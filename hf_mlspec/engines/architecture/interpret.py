@@ -19,20 +19,26 @@ from ...nn.nested import NestedEmbedding
 from ...nn.transforms import TransformedLinear
 from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
-from ...ops.layer_forms import widest
 from ..modules.states import config_window
 from .adapted import require_low_rank
-from .delta import delta_net, delta_sizes
+from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
-from .fits import require_head_norms, require_sizes
-from .forms import absent_linears, layer_form, token_inputs
-from .kinds import rope_kind, rope_kinds, window_of
+from .kinds import absent_linears, layer_form, rope_kind, rope_kinds, token_inputs, window_of
 from .known import KNOWN, recognised
-from .linears import as_read, is_packed, linear_shape, require_format
 from .mixture import UnreadExperts, expert_block
-from .parts import Block, Outline, UnknownArchitecture, table_dtype
-from .places import norm_of, part
+from .parts import (
+    Block,
+    Outline,
+    UnknownArchitecture,
+    as_read,
+    is_packed,
+    linear_shape,
+    norm_of,
+    part,
+    require_format,
+    table_dtype,
+)
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
@@ -63,8 +69,8 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     sizes = _sizes(entry, model, blocks)
     sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
-        require_sizes(sizes, block, index, 0 if inputs is None else inputs.width)
-        require_head_norms(entry, sizes, block, index)
+        _require_sizes(sizes, block, index, 0 if inputs is None else inputs.width)
+        _require_head_norms(entry, sizes, block, index)
     final_norm, head = norm_of(part(model, entry.final_norm), entry, sizes.hidden), part(model, entry.head)
     _require_width(config, linear_shape(head, "lm_head")[0], "lm_head")
     scale = logit_scale(entry, config, head)
@@ -219,7 +225,7 @@ def _intermediate(entry: Description, config, blocks: list[Block]) -> int:
     if entry.mlp == "none":
         return config.hidden_size  # nobody reads it
     if entry.heads == "by layer":
-        return widest([block.form for block in blocks])[2]
+        return _widest(blocks)[2]
     dense = next((block for block in blocks if block.experts is None), None)
     return blocks[0].experts.inner if dense is None else linear_shape(dense.modules["down"], "down")[0]
 
@@ -239,7 +245,7 @@ def _heads(
         return heads, named(config, entry, "kv_heads"), head_dim, None
     attention, block = part(layers[attending], entry.attention), blocks[attending]
     if entry.heads == "by layer":
-        return config.num_attention_heads, *widest([block.form for block in blocks])[:2], attention
+        return config.num_attention_heads, *_widest(blocks)[:2], attention
     if "k" in block.modules:
         kv_heads = named(config, entry, "kv_heads")
         head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
@@ -281,3 +287,42 @@ def _block(entry: Description, config, layers: nn.ModuleList, index: int, rope_t
     norms = [found.get(name) for name in NORMS]
     form = layer_form(entry, config, layers, index, modules, width)
     return Block(modules, norms, window, rope_table, experts, sinks, delta, form)
+
+
+def _widest(blocks: list[Block]) -> tuple[int, int, int]:
+    """Sizes that all layers, which have some of their own, fit in."""
+    key_heads, head_dim, intermediate = zip(*(block.form.sizes for block in blocks), strict=True)
+    return max(key_heads), max(head_dim), max(intermediate)
+
+
+def _require_sizes(sizes: Sizes, block: Block, index: int, inputs: int = 0) -> None:
+    kv_heads, head_dim, inner = block.form.sizes or (sizes.kv_heads, sizes.head_dim, sizes.intermediate)
+    if kv_heads < 1 or sizes.heads % kv_heads:
+        raise UnknownArchitecture(f"layer {index} has {kv_heads} key heads for {sizes.heads} heads")
+    queries, keys = sizes.heads * head_dim, kv_heads * head_dim
+    gates = queries if sizes.gated_heads else 0
+    outputs = {"q": queries + gates, "k": keys, "v": keys, "gate": inner, "up": inner}
+    outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * inner}
+    outputs |= {"inputs_gate": inputs}
+    expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
+    expected |= {"o": (queries, sizes.hidden), "down": (inner, sizes.hidden), "inputs_out": (inputs, sizes.hidden)}
+    expected |= {} if block.delta is None else delta_shapes(sizes.delta, sizes.hidden)
+    for name, module in block.modules.items():
+        shape = linear_shape(module, name)
+        if shape != expected[name]:
+            found = f"{shape[0]} to {shape[1]} features"
+            raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
+    if block.sinks is not None and tuple(block.sinks.shape) != (sizes.heads,):
+        shape = list(block.sinks.shape)
+        raise UnknownArchitecture(f"sinks of layer {index} have shape {shape}, the model has {sizes.heads} heads")
+
+
+def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: int) -> None:
+    together = entry.head_norms == "all heads"
+    kv_heads, head_dim, _ = block.form.sizes or (sizes.kv_heads, sizes.head_dim, 0)
+    for name, heads in (("q", sizes.heads), ("k", kv_heads)):
+        norm = block.norms[NORMS.index(name)]
+        expected = head_dim * (heads if together else 1)
+        if norm is not None and norm.weight.numel() != expected:
+            found = f"has {norm.weight.numel()} elements, {expected} are those of {entry.head_norms}"
+            raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")
