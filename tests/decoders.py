@@ -166,6 +166,25 @@ _HYBRIDS = {
 }
 
 
+_GEMMA4 = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 7}
+_GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+_GEMMA4 |= {"vocab_size_per_layer_input": 211, "final_logit_softcapping": 9.0}
+_LLAMA4 = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40}
+_LLAMA4 |= {"intermediate_size_mlp": 176, "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "use_qk_norm": True}
+_LLAMA4 |= {"attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.3}
+_APART = {
+    "gemma4": ("Gemma4TextConfig", _GEMMA4),
+    "gemma4-keys": ("Gemma4TextConfig", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-inputs": ("Gemma4TextConfig", {**_GEMMA4, "hidden_size_per_layer_input": 24}),
+    "gemma4-shared": (
+        "Gemma4TextConfig",
+        {**_GEMMA4, "hidden_size_per_layer_input": 24, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "llama4": ("Llama4TextConfig", _LLAMA4),
+    "llama4-plain": ("Llama4TextConfig", {**_LLAMA4, "use_qk_norm": False, "attn_temperature_tuning": False}),
+}
+
+
 def _there(configs: dict) -> dict:
     found = {name: (getattr(transformers, kind, None), own) for name, (kind, own) in configs.items()}
     return {name: pair for name, pair in found.items() if pair[0] is not None}
@@ -174,6 +193,8 @@ def _there(configs: dict) -> dict:
 CONFIGS |= _there(_LATER)
 # What the decoder of the CPU computes, those of GPUs not all.
 CPU_CONFIGS = {**CONFIGS, **_there(_OF_THE_CPU)}
+# Of layers that differ from each other, or see stretches of a row: computed by the decoder of the CPU alone.
+APART = _there(_APART)
 # Gated delta nets, or Mamba-2, mostly beside attention; modules compute these in float32, whatever the model is in.
 HYBRIDS = _there(_HYBRIDS)
 _WHOLE = {"intermediate_size": 88}  # elements of an expert: transformers multiplies multiples of 8 in bfloat16
@@ -214,7 +235,7 @@ def _follows(kind: type, word: str) -> bool:
 
 
 def random_model(name: str, dtype: torch.dtype, *, seed: int = 0, **options) -> nn.Module:
-    kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}[name]
+    kind, own = {**CPU_CONFIGS, **MIXTURES, **HYBRIDS, **APART}[name]
     torch.manual_seed(seed)
     said = {word: value for word, value in {**_SHAPE, **own, **options}.items() if not _follows(kind, word)}
     model = AutoModelForCausalLM.from_config(kind(**said), attn_implementation="eager")
@@ -222,7 +243,7 @@ def random_model(name: str, dtype: torch.dtype, *, seed: int = 0, **options) -> 
         for parameter in model.parameters():  # zeros and ones would hide a forgotten bias or norm
             parameter.add_(torch.randn_like(parameter) * 0.2) if parameter.ndim == 1 else parameter.mul_(4)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.add_(torch.randn_like(buffer) * 0.1)
     for module in model.modules():
         if hasattr(module, "limit"):

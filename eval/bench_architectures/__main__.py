@@ -42,8 +42,9 @@ _FALCON = "FalconForCausalLM"  # whose old form has one key head
 
 
 def dense_classes() -> dict[str, str]:
-    """Model type of every dense class that has a description."""
-    dense = {name for name, entry in KNOWN.items() if entry.experts is None and entry.delta is None}
+    """Model type of every dense class that has a description, and whose layers are alike."""
+    alike = {name: entry for name, entry in KNOWN.items() if entry.heads == "alike"}
+    dense = {name for name, entry in alike.items() if entry.experts is None and entry.delta is None}
     found: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if name in dense:

@@ -63,15 +63,15 @@ def classes() -> dict[str, str]:
 
 def described(name: str) -> Row | None:
     """The row of a class that has a description."""
-    if name in WRAPPERS:
-        return Row(name, COMPILED, COMPILED, "prompts of text alone")
-    entry = KNOWN.get(name)
-    if entry is None:
+    inside = [KNOWN[one] for one in WRAPPERS.get(name, {}).values()]
+    own = inside or [KNOWN[name]] if inside or name in KNOWN else []
+    if not own:
         return None
-    why = not_served(entry, "cuda")
-    if why is not None:
-        return Row(name, ON_THE_CPU, ON_THE_CPU, f"its description says {why}")
-    return Row(name, COMPILED, COMPILED, "")
+    beside = "prompts of text alone" if inside else ""
+    why = [not_served(entry, "cuda") for entry in own]
+    if all(why):
+        return Row(name, ON_THE_CPU, ON_THE_CPU, "; ".join(filter(None, (beside, f"its description says {why[0]}"))))
+    return Row(name, COMPILED, COMPILED, beside)
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -169,6 +169,9 @@ def _require_rotatable(model: nn.Module, residual: bool, action: str) -> Descrip
     if entry.has_layer_norms or entry.mlp == "plain" or entry.head_norms == "per rotated head":
         odd = "takes the mean off what it norms, has no gates in its MLP or norms rotated heads"
         raise ValueError(f"{action}: {name} {odd}, which no rotation is folded into; quantize it by rtn or gptq")
+    if entry.heads != "alike":
+        raise ValueError(f"{action}: heads of {name} differ from layer to layer, which no rotation is folded into; "
+                         "quantize it by rtn or gptq")
     behind = [entry.norms[norm] for norm in ("attention_out", "mlp_out") if norm in entry.norms]
     if residual and behind:
         raise ValueError(

@@ -27,6 +27,7 @@ from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
 _VERSION = attrgetter("_version")
+_SCALES = {entry.layer_scale for entry in KNOWN.values()} - {None}
 _building = threading.Lock()  # threads that ask for the same decoder get one
 
 
@@ -190,7 +191,8 @@ def standing(model: nn.Module) -> tuple:
         if m.transform is not NONE
     ]
     directed = getattr(getattr(model, "config", None), "use_bidirectional_attention", None)
-    said = directed, cache_format_of(model), _routing(model, walk), adapters_said(walk.modules), *multiply
+    beside = _routing(model, walk), _scales(walk), adapters_said(walk.modules)
+    said = directed, cache_format_of(model), *beside, *multiply
     places = tuple([p.device for p in walk.parameters])
     return said, modules, places, walk.weights, _held(walk.parameters), tuple(transforms)
 
@@ -202,6 +204,12 @@ def _held(parameters: list[nn.Parameter]) -> int:
         if p.ndim == 1 and p.is_cpu:
             vectors.setdefault(p.dtype, []).append(p.data)
     return hash(tuple([torch.cat(some).view(torch.uint8).numpy().tobytes() for some in vectors.values()]))
+
+
+def _scales(walk: Walk) -> tuple:
+    """Buffers that layers multiply the residual stream by."""
+    held = [own for module in walk.modules for name in _SCALES if (own := module._buffers.get(name)) is not None]
+    return tuple([(own.data_ptr(), changes_of(own)) for own in held])
 
 
 def _routing(model: nn.Module, walk: Walk) -> tuple:

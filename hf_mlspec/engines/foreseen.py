@@ -39,7 +39,8 @@ def why_not_decoded(model: nn.Module, word: str) -> str | None:
             if block.experts is not None:
                 require_experts(block.experts, word.upper())
                 _require_read(block.experts.shared, word)
-        _require_read({"lm_head": found.head}, word)
+        beside = {} if found.inputs is None else {"token_inputs": found.inputs.projection}
+        _require_read({**beside, "lm_head": found.head}, word)
     except UnknownArchitecture as error:
         return str(error)
     return None
@@ -56,8 +57,9 @@ def _require_read(modules: Mapping[str, nn.Module], word: str) -> None:
     for group in _READ_TOGETHER:
         if len({_stored(modules[name]) for name in group if name in modules}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")
-        if modules.keys() >= set(group):
-            require_one_order([_order(modules[name]) for name in group], ", ".join(group))
+        there = [name for name in group if name in modules]
+        if len(there) > 1:
+            require_one_order([_order(modules[name]) for name in there], ", ".join(there))
 
 
 def _order(module: nn.Module) -> Tensor | None:

@@ -20,7 +20,7 @@ from ..nn.packed import PackedLinear, PackedModule
 from ..nn.replace import share
 from ..nn.shards import EXPERTS, HEAD_STEP, group_of, local, local_experts, local_linear, style_of, whole
 from ..nn.transforms import NONE
-from .architecture import OF_ATTENTION, Description, UnknownArchitecture, described, has_experts
+from .architecture import CPU_FIELDS, OF_ATTENTION, Description, UnknownArchitecture, described, has_experts
 from .architecture.rotary import text_config
 from .ranks import Ranks, identity
 
@@ -221,6 +221,8 @@ def _require_split(model: nn.Module) -> None:
     entry = described(model)
     if entry.delta is not None or entry.sinks is not None:
         raise UnknownArchitecture("tensor parallelism shares delta nets or sinks of it")
+    if entry.heads != "alike" or any(getattr(entry, name) is not None for name in CPU_FIELDS):
+        raise UnknownArchitecture("tensor parallelism shares layers whose heads, keys or inputs differ of it")
     for index in range(text_config(model).num_hidden_layers):
         layer = f"{entry.layers}.{index}"
         whole_on_each = set() if entry.experts is None else set(entry.experts.shared.values())

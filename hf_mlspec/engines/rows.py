@@ -6,7 +6,7 @@ What engines share without computing: `CachedRows` of all three, `DecoderCache` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +100,7 @@ class DecoderCache:
     """Keys and values of a batch in one tensor `[layers, 2, batch, kv_heads, slots, head_dim]`, rows of any length.
 
     The first `rows` of its batch are in use; what lies beyond waits for `extend_rows`. owned: nobody else reads `kv`.
-    cache_format: of `kv` where it holds codes `[..., width]`, of keys and values of `dtype`.
+    cache_format: of `kv` where it holds codes `[..., width]`, of keys and values of `dtype`. cuts: a decoder's.
     """
 
     def __init__(
@@ -111,8 +111,9 @@ class DecoderCache:
         owned: bool = False,
         cache_format: CacheFormat | None = None,
         dtype: torch.dtype | None = None,
+        cuts: Sequence[tuple[int, int]] = (),
     ):
-        self.kv, self.rows, self.owned = kv, rows, owned
+        self.kv, self.rows, self.owned, self.cuts = kv, rows, owned, cuts
         self.format, self.dtype = cache_format, dtype or kv.dtype
 
     @classmethod
@@ -121,7 +122,8 @@ class DecoderCache:
     ) -> DecoderCache:
         """An empty cache for `batch` rows of `capacity` slots or a few more."""
         kv = new_kv(decoder, batch, up_to_growth(capacity), cache_format)
-        return cls(kv, batch, owned=True, cache_format=cache_format, dtype=decoder.dtype)
+        how, cuts = {"cache_format": cache_format, "dtype": decoder.dtype}, getattr(decoder, "cache_sizes", ())
+        return cls(kv, batch, owned=True, **how, cuts=cuts)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row, and for half as many again as there were where there is memory for those.
@@ -171,14 +173,17 @@ class DecoderCache:
         self.reserve(length)
         for own, layer in zip(self.kv, layers, strict=False):
             for into, states in zip(own, layer, strict=True):
-                into[: self.rows, :, :length] = states if self.format is None else self.format.quantize(states)
+                kept = states if self.format is None else self.format.quantize(states)
+                into[: self.rows, : kept.shape[1], :length, : kept.shape[-1]] = kept
 
     def row(self, index: int, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of slots `start` .. `end` of a row: of every layer keys and values `[kv_heads, slots, head_dim]`."""
-        return [(self._states(keys), self._states(values)) for keys, values in self.kv[:, :, index, :, start:end]]
+        kept = zip(self.kv[:, :, index, :, start:end], self.cuts or [(None, None)] * len(self.kv), strict=True)
+        return [tuple(self._states(own[:heads], dim) for own in layer) for layer, (heads, dim) in kept]
 
-    def _states(self, kept: Tensor) -> Tensor:
-        return kept.clone() if self.format is None else self.format.dequantize(kept, self.dtype)
+    def _states(self, kept: Tensor, dim: int | None) -> Tensor:
+        own = kept[..., : dim if self.format is None or dim is None else self.format.width(dim)]
+        return own.clone() if self.format is None else self.format.dequantize(own, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -218,9 +223,8 @@ class DecoderRows(CachedRows):
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values."""
-        sizes = self.decoder.sizes
-        row = row_bytes(sizes.head_dim, self.decoder.dtype, self.cache_format)
-        return self.decoder.num_layers * 2 * sizes.kv_heads * row
+        row = row_bytes(self.decoder.sizes.head_dim, self.decoder.dtype, self.cache_format)
+        return self.decoder.num_layers * 2 * self.decoder.sizes.kv_heads * row
 
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows; a follower takes its leader's, which must have started."""

@@ -24,11 +24,13 @@ _LEVELS = re.compile(r"mxfp4(a8)?|nested(4(a8)?)?|zipper-low|int[23]|ternary|pla
 
 
 def may_be_read(model: nn.Module, name: str) -> bool:
-    """Whether a model input is of images, and the text model around them one that a decoder runs."""
+    """Whether a model input is of images, and the text model around them one that a decoder goes on from: not where
+    layers have inputs of their own (Gemma 4)."""
     if name not in images.INPUTS:
         return False
     try:
-        return described(model).text is not None
+        entry = described(model)
+        return entry.text is not None and entry.layer_inputs is None
     except UnknownArchitecture:
         return False
 

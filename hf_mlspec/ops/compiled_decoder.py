@@ -84,7 +84,7 @@ class Experts:
     BF16, F32, MXFP4, INT4, NESTED or PLANES; their tensors, biases too, have a first axis of experts: ``[count, 2
     inner, hidden]``, rows of gate before rows of up, ``[count, hidden, inner]``. clamp: slope and limit where rows of
     gate and up come in turns, as `gated_pairs` reads them. sigmoids: in place of softmax; None: softmax. shared: gate,
-    up and down, or {}.
+    up and down, or {}. weighs_inputs: weights multiply what experts read.
     """
 
     router: Tensor
@@ -96,6 +96,7 @@ class Experts:
     clamp: tuple[float, float] | None
     sigmoids: Sigmoids | None
     shared: dict[str, Weight]
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,8 @@ def set_experts(decoder, experts: Experts) -> None:
         decoder.set_sigmoids(own.bias, own.groups, own.chosen_groups, own.scale)
     if experts.clamp is not None:
         decoder.set_pairs(*experts.clamp)
+    if experts.weighs_inputs:
+        decoder.weigh_inputs()
     for name, weight in (("up", experts.up), ("down", experts.down)):
         if weight.format == NESTED:
             tiles = weight.weight, weight.scale, weight.low, weight.codebook

@@ -208,6 +208,8 @@ struct mlspec_attention_args {
   float* out;               // out + t * out_token_stride + h * head_dim
   int64_t out_token_stride;
   const float* sinks = nullptr;  // [num_heads], or null: of each head a score more in its softmax, which has no value
+  int64_t span = 0;              // 0, or: token at p sees slots from p / span * span on: those of its own stretch of the row
+  int64_t cache_stride = 0;      // bytes from row to row of keys and of values; 0: the rows lie side by side
 };
 typedef void (*mlspec_attention_fn)(const struct mlspec_attention_args* args);
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from decoders import CPU_CONFIGS, HYBRIDS, packed_model, random_model
+from decoders import APART, CPU_CONFIGS, HYBRIDS, packed_model, random_model
 from torch import nn
 from warned import forget_warnings
 
@@ -44,7 +44,7 @@ def scored_together(model: nn.Module, ids: torch.Tensor, bits: Bits = OWN_BITS) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CPU_CONFIGS)
+@pytest.mark.parametrize("name", [*CPU_CONFIGS, *APART])
 def test_within_twice_the_error_of_the_modules(name, dtype):
     model = random_model(name, dtype)
     ids = torch.randint(1, 199, (2, LENGTH))
@@ -58,7 +58,7 @@ def test_within_twice_the_error_of_the_modules(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*CPU_CONFIGS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*CPU_CONFIGS, *HYBRIDS, *APART])
 def test_bits_do_not_depend_on_the_grouping(name, dtype):
     """All at once, one by one, alone in the batch, and beside a row of another length: the same bits."""
     model = random_model(name, dtype)

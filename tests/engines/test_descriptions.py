@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from decoders import CONFIGS, CPU_CONFIGS, HYBRIDS, MIXTURES, Lanes, capped, random_model
+from decoders import APART, CONFIGS, CPU_CONFIGS, HYBRIDS, MIXTURES, Lanes, capped, random_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -68,7 +68,8 @@ def differences(model: nn.Module) -> list[float]:
 
 
 def test_every_entry_has_a_model_that_the_decoders_are_compared_with():
-    described = {type(random_model(name, torch.float32)).__name__ for name in (*CPU_CONFIGS, *MIXTURES, *HYBRIDS)}
+    names = (*CPU_CONFIGS, *MIXTURES, *HYBRIDS, *APART)
+    described = {type(random_model(name, torch.float32)).__name__ for name in names}
     assert described == {name for name in KNOWN if hasattr(transformers, name)}
     assert all(name == entry.class_name for name, entry in KNOWN.items())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoders import CPU_CONFIGS, HYBRIDS, MIXTURES, random_model
+from decoders import APART, CPU_CONFIGS, HYBRIDS, MIXTURES, random_model
 from models import alone, packed, prompts, together
 from transformers import PreTrainedModel
 
@@ -22,21 +22,22 @@ NEW = 16
 # Inputs of every linear in whole blocks.
 BLOCKS = {"hidden_size": 96, "intermediate_size": 160}
 OTHER_WORDS = {"helium": {"head_dim": 24}, "falcon": {"ffn_hidden_size": 160}, "opt": {"ffn_dim": 160}}
+OTHER_WORDS |= {name: {"hidden_size_per_layer_input": 32} for name in ("gemma4-inputs", "gemma4-shared")}
 OTHER_WORDS |= {"mamba2": {"num_heads": 12}, "bamba": {"mamba_n_heads": 12}}
 OTHER_WORDS["granite-hybrid"] = {"mamba_n_heads": 12, "shared_intermediate_size": 160}
 # Weights whose outputs are cut into q, k and v at other places than tiles have.
 CUT = ("bigcode", "phi3")
-HYBRID_MIXTURES = ("qwen3.5-moe", "qwen3-next")
+HYBRID_MIXTURES = ("qwen3.5-moe", "qwen3-next", "llama4", "llama4-plain")
 
 
 def one_of_each_class() -> list[str]:
     found: dict[str, str] = {}
-    for name, (config, _) in {**CPU_CONFIGS, **MIXTURES, **HYBRIDS}.items():
+    for name, (config, _) in {**CPU_CONFIGS, **MIXTURES, **HYBRIDS, **APART}.items():
         found.setdefault(config.__name__, name)
     return list(found.values())
 
 
-NAMES = one_of_each_class()
+NAMES = [*one_of_each_class(), *(name for name in APART if name not in ("gemma4", "llama4"))]
 
 
 def target_of(name: str) -> PreTrainedModel:

@@ -1,15 +1,26 @@
 """What does a decoder take from a model, or why does it not take it? Read by a description of the model's class."""
 
-from .description import NORMS, Description, Mixture
-from .interpret import CPU, OF_ATTENTION, as_read, described, linear_shape, outline, require_format, require_known
+from .description import CPU_FIELDS, NORMS, Description, LayerInputs, Mixture
+from .interpret import CPU, OF_ATTENTION, described, outline, require_known
 from .known import KNOWN, ON_THE_CPU_ALONE
 from .mixture import ExpertBlock, has_experts, routing_said
-from .parts import Block, Norm, Outline, UndescribedClass, UnknownArchitecture, table_dtype
+from .parts import (
+    Block,
+    Norm,
+    Outline,
+    UndescribedClass,
+    UnknownArchitecture,
+    as_read,
+    linear_shape,
+    require_format,
+    table_dtype,
+)
 from .probe import Evidence, recognise
 from .rotary import FIRST_POSITIONS, Rotation, grown_positions, rope_tables, rotary_border
 
 __all__ = [
     "CPU",
+    "CPU_FIELDS",
     "FIRST_POSITIONS",
     "KNOWN",
     "NORMS",
@@ -19,6 +30,7 @@ __all__ = [
     "Description",
     "Evidence",
     "ExpertBlock",
+    "LayerInputs",
     "Mixture",
     "Norm",
     "Outline",

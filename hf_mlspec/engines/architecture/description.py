@@ -19,11 +19,20 @@ WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mlp": (("gated", "plain", "experts", "none"), ()),
     "positions": (("rotary", "rotary by layer type", "learned", "none"), ("biases by distance",)),
     "rotation": (("halves", "halves of single columns", "pairs", "pairs by columns"), ()),
-    "windows": (("none", "every layer", "by layer type"), ("chunks by layer type",)),
+    "windows": (("none", "every layer", "by layer type"), ()),
     "embedding_scale": (("none", "root of hidden"), ()),
     "head_gates": (("none", "behind each query"), ()),
+    "heads": (("alike",), ()),
+    "values": (("own",), ()),
 }
-CPU_WORDS = {"head_norms": ("per rotated head",)}
+CPU_WORDS = {
+    "head_norms": ("per rotated head",),
+    "windows": ("chunks by layer type",),
+    "heads": ("by layer",),
+    "values": ("own, or keys",),
+}
+# Fields that the decoder of GPUs does not read: an entry that sets one runs on CPUs alone.
+CPU_FIELDS = ("value_norm", "shared_keys", "layer_inputs", "layer_scale", "temperature")
 GATES = ("halves", "clamped pairs")  # of experts
 SCORES = ("softmax", "sigmoid")  # of experts
 WITHOUT_WINDOW = "those without a window"
@@ -70,7 +79,10 @@ class Mixture:
     of a linear to one output, whose sigmoid is its weight; None: it has none, its weight is 1.
     scores: "softmax" of the logits, or "sigmoid" of each (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Then these
     are attributes of the router: choice_bias is added to scores where experts are chosen; a token's experts lie in the
-    chosen_groups best of groups, by the sum of the two best in each; scale multiplies the weights.
+    chosen_groups best of groups, by the sum of the two best in each; scale multiplies the weights. None: a bias of 0,
+    one group, a scale of 1.
+    weighs_inputs: weights multiply what an expert reads, not what it gives; on the CPU. inputs_first: weights lie as
+    [experts, in, out], in a module without the marks that transformers gives to its modules of experts (Llama 4).
     """
 
     router: str = "mlp.gate"
@@ -81,10 +93,12 @@ class Mixture:
     shared: Mapping[str, str] = field(default_factory=dict)
     shared_gate: str | None = "mlp.shared_expert_gate"
     scores: str = "softmax"
-    choice_bias: str = "e_score_correction_bias"
-    groups: str = "num_group"
-    chosen_groups: str = "topk_group"
-    scale: str = "routed_scaling_factor"
+    choice_bias: str | None = "e_score_correction_bias"
+    groups: str | None = "num_group"
+    chosen_groups: str | None = "topk_group"
+    scale: str | None = "routed_scaling_factor"
+    weighs_inputs: bool = False
+    inputs_first: bool = False
 
     def __post_init__(self) -> None:
         for name, words in (("gate", GATES), ("scores", SCORES)):
@@ -118,6 +132,37 @@ class Delta:
     activations: tuple[str, ...] = ("activation", "norm.activation")
     skip: str | None = None
     limits: str = "time_step_limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What every token brings for each layer (Gemma 4): a row of a table, and a linear of its embedding, normed.
+
+    width: a config entry, elements for a layer; 0: there are none. within: the module that has the places table,
+    projection and norm, and the attributes that the projection and the sum of both are multiplied by. gate, out,
+    out_norm: places in a layer, which adds out_norm(out(activation(gate x) * its inputs)) behind its MLP.
+    """
+
+    width: str = "hidden_size_per_layer_input"
+    within: str = "model"
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_scale: str = "per_layer_model_projection_scale"
+    norm: str = "per_layer_projection_norm"
+    sum_scale: str = "per_layer_input_scale"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    out_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Queries of layers that rotate nothing, at position p, times 1 + scale log(1 + floor((p + 1) / stretch)), as in
+    Llama 4: attributes of the attention; flag: the one that says whether."""
+
+    flag: str = "attn_temperature_tuning"
+    scale: str = "attn_scale"
+    stretch: str = "floor_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +205,16 @@ class Description:
     layers_without_rotary: the config entry with a flag per layer, which is true where a layer rotates (SmolLM3), or
     "those without a window", of a model with windows (EXAONE 4, Cohere 2).
     windows: masks of the class apply config.sliding_window in no layer, in every layer (Mistral), or "by layer
-    type": where config.layer_types says sliding_attention or there is none; not yet "chunks by layer type" (Llama 4).
+    type": where config.layer_types says sliding_attention or there is none; on the CPU also "chunks by layer type":
+    where it says chunked_attention a token sees those of its own config.attention_chunk_size alone (Llama 4).
+    heads: all layers' heads are "alike", or, on the CPU, a layer's own size, number of key heads and width of its MLP
+    are read "by layer" (Gemma 4).
+    values: each layer has its "own", or "own, or keys": where v is None they are what k computes. value_norm: the
+    place in a layer of what norms the values of each head. On the CPU, as are the next four.
+    shared_keys: the attribute of the attention that is true where a layer has no keys and values of its own, but
+    reads those of the last layer of its kind before it that has some.
+    layer_inputs: inputs of layers beside the residual stream; None: there are none. layer_scale: a buffer of a layer,
+    the number that the stream is multiplied by behind it. temperature: of queries far back.
     head_gates: "behind each query": q computes of every head its query and a gate, by whose sigmoid what the head
     gives is multiplied (Qwen3-Next).
     delta: layers that are gated delta nets or Mamba-2; None: there are none.
@@ -201,6 +255,13 @@ class Description:
     position_offset: int = 0
     sinks: str | None = None
     head_gates: str = "none"
+    heads: str = "alike"
+    values: str = "own"
+    value_norm: str | None = None
+    shared_keys: str | None = None
+    layer_inputs: LayerInputs | None = None
+    layer_scale: str | None = None
+    temperature: Temperature | None = None
     delta: Delta | None = None
     embedding_scale: str = "none"
     embedding_multiplier: str | None = None
@@ -250,6 +311,11 @@ def not_served(description: Description, decoder: str) -> str | None:
         word, served = getattr(description, name), both + (CPU_WORDS.get(name, ()) if decoder == "cpu" else ())
         if word not in served:
             return f"{name} {word!r}; the compiled decoder {_OF[decoder]}takes {' and '.join(map(repr, served))}"
+    own = next((name for name in CPU_FIELDS if getattr(description, name) is not None), None)
+    if decoder == "cuda" and own is not None:
+        return f"{own} {getattr(description, own)!r}; the compiled decoder of GPUs takes None"
+    if decoder == "cuda" and description.experts is not None and description.experts.weighs_inputs:
+        return "experts weigh what they read; the compiled decoder of GPUs weighs what they give"
     norms, linears = set(description.norms), set(description.linears)
     parts = ("attention",) if description.mlp == "none" else ("attention", "mlp")
     blocks = all(norms & {block, f"{block}_out"} for block in parts)

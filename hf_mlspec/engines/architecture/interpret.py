@@ -5,21 +5,18 @@ The one reader of models: it follows the description of a model's class (known.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from ...nn.adapters import base_of, is_lora, of_adapters
+from ...nn.adapters import is_lora, of_adapters
 from ...nn.coded_embedding import CodedEmbedding
 from ...nn.experts import PackedExperts
 from ...nn.hooks import has_hooks
-from ...nn.linear import KernelLinear, is_dense, is_transposed
+from ...nn.linear import KernelLinear
 from ...nn.nested import NestedEmbedding
-from ...nn.packed import PackedLinear
-from ...nn.packed_formats import PACKINGS
-from ...nn.transforms import HADAMARD, NONE, ORDER, TransformedLinear
+from ...nn.transforms import TransformedLinear
 from ...nn.zipper_embedding import ZipperEmbedding
 from ...ops.compiled_decoder import ACTIVATIONS, MAX_HEAD_DIM, Sizes
 from ..modules.states import config_window
@@ -27,10 +24,21 @@ from .adapted import require_low_rank
 from .delta import delta_net, delta_shapes, delta_sizes
 from .description import NORMS, Description, not_served
 from .families.wrappers import TEXT, WRAPPERS, inside
-from .kinds import rope_kind, rope_kinds, window_of
+from .kinds import absent_linears, layer_form, rope_kind, rope_kinds, token_inputs, window_of
 from .known import KNOWN, recognised
 from .mixture import UnreadExperts, expert_block
-from .parts import Block, Norm, Outline, UnknownArchitecture, table_dtype
+from .parts import (
+    Block,
+    Outline,
+    UnknownArchitecture,
+    as_read,
+    is_packed,
+    linear_shape,
+    norm_of,
+    part,
+    require_format,
+    table_dtype,
+)
 from .rotary import COLUMNS, UNROTATED, Rotation, rope_tables, text_config
 from .scales import embedding_scale, logit_scale, named, scale_blocks
 
@@ -38,7 +46,6 @@ from .scales import embedding_scale, logit_scale, named, scale_blocks
 _BLOCKS = {nn.Linear, KernelLinear, nn.Embedding, NestedEmbedding, ZipperEmbedding, nn.ModuleList, nn.Dropout}
 _BLOCKS |= {nn.SiLU, nn.GELU, nn.ReLU, nn.Identity, nn.Conv1d, TransformedLinear}
 OF_ATTENTION = ("q", "k", "v", "qkv", "qkv_by_head", "o")
-DENSE = (torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
 
@@ -47,34 +54,35 @@ def outline(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") 
     UnknownArchitecture names the first thing that does not fit; ValueError experts that no token can go to."""
     require_known(model, device, decoder)
     config, entry = text_config(model), described(model)
-    table = _part(model, entry.embedding)
+    table = part(model, entry.embedding)
     _require_width(config, table.embedding_dim, "embedding")
     stored = table_dtype(table)
     if not isinstance(table, CodedEmbedding):
         require_format(table.weight, "embedding", halves=decoder == "cpu")
         table = as_read(table.weight.detach())
-    kinds = rope_kinds(entry, config)
+    kinds, layers = rope_kinds(entry, config), part(model, entry.layers)[: config.num_hidden_layers]
     blocks = [
-        _block(entry, config, layer, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
-        for i, layer in enumerate(_part(model, entry.layers)[: config.num_hidden_layers])
+        _block(entry, config, layers, i, kinds.index(rope_kind(entry, config, i)), window_of(entry, config, i))
+        for i in range(len(layers))
     ]
+    inputs = token_inputs(entry, model, stored, len(layers))
     sizes = _sizes(entry, model, blocks)
     sizes = scale_blocks(entry, config, sizes, blocks)
     for index, block in enumerate(blocks):
-        _require_sizes(sizes, block, index)
+        _require_sizes(sizes, block, index, 0 if inputs is None else inputs.width)
         _require_head_norms(entry, sizes, block, index)
-    final_norm, head = _norm(_part(model, entry.final_norm), entry, sizes.hidden), _part(model, entry.head)
+    final_norm, head = norm_of(part(model, entry.final_norm), entry, sizes.hidden), part(model, entry.head)
     _require_width(config, linear_shape(head, "lm_head")[0], "lm_head")
     scale = logit_scale(entry, config, head)
-    rotary = None if kinds == [UNROTATED] else _part(model, entry.rotary_embedding)
+    rotary = None if kinds == [UNROTATED] else part(model, entry.rotary_embedding)
     rotation = Rotation(rotary, kinds, sizes.rotary_dim // 2, COLUMNS[entry.rotation])
     positions = None if entry.position_embedding is None else as_read(_positions(entry, model, stored))
-    return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions)
+    return Outline(sizes, table.dtype, table, final_norm.times(scale), head, blocks, rotation, positions, inputs)
 
 
 def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tensor:
     """The rows that are added to embeddings of this dtype."""
-    table = _part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
+    table = part(model, entry.position_embedding).weight.detach()[entry.position_offset :]
     _require_width(text_config(model), table.shape[1], "embedding of positions")
     if table.dtype != dtype:
         raise UnknownArchitecture(f"its embedding of positions is {table.dtype}, and that of tokens {dtype}")
@@ -85,51 +93,6 @@ def _positions(entry: Description, model: nn.Module, dtype: torch.dtype) -> Tens
 def _require_width(config, width: int, name: str) -> None:
     if width != config.hidden_size:
         raise UnknownArchitecture(f"its {name} has {width} columns, and its layers {config.hidden_size}")
-
-
-def linear_shape(linear: nn.Module, name: str) -> tuple[int, int]:
-    """(in, out) features of a linear that a compiled decoder can read, with adapters or without; UnknownArchitecture
-    for another module."""
-    linear = base_of(linear) if is_lora(linear) else linear
-    if is_dense(linear):  # the weight's shape is what counts: pruning may have left in_features behind
-        return linear.weight.shape[1], linear.weight.shape[0]
-    if is_transposed(linear):
-        return tuple(linear.weight.shape)
-    rotated = type(linear) is TransformedLinear
-    if not rotated and not _is_packed(linear):
-        raise UnknownArchitecture(f"its {name} is a {type(linear).__name__}")
-    if linear.transform not in ((HADAMARD,) if rotated else (NONE, ORDER, HADAMARD)):
-        what = linear.transform.word
-        raise UnknownArchitecture(f"its {name} transforms its inputs ({what}), which no compiled decoder does")
-    return linear.in_features, linear.out_features
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Whether a module is the very class that its format registered; whether a decoder reads it, its slots say."""
-    packing = PACKINGS.get(module.format) if isinstance(module, PackedLinear) else None
-    return packing is not None and type(module) is packing.linear
-
-
-def _norm(norm: nn.Module, entry: Description, width: int) -> Norm:
-    """1 is added to the weight where the architecture stores the difference from 1; without a weight all are 1."""
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if weight is None:
-        return Norm(torch.ones(width))
-    scale = (weight.detach().float() + (1.0 if entry.norm.endswith("plus one") else 0.0)).contiguous()
-    return Norm(scale, None if bias is None else bias.detach().float().contiguous())
-
-
-def require_format(weight: Tensor, name: str, halves: bool = False) -> None:
-    """UnknownArchitecture unless a dense weight can be read in place, or with `halves` as `as_read` gives it."""
-    if weight.dtype not in DENSE and not (halves and weight.dtype == torch.float16):
-        raise UnknownArchitecture(f"its {name} is {weight.dtype}; the compiled decoder takes bfloat16 and float32")
-    if not weight.is_contiguous():
-        raise UnknownArchitecture(f"its {name} is not contiguous in memory")
-
-
-def as_read(weight: Tensor) -> Tensor:
-    """A dense weight where it lies; of float16, which kernels of the CPU do not multiply, a float32 copy."""
-    return weight.float() if weight.dtype == torch.float16 else weight
 
 
 def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "cpu") -> None:
@@ -155,7 +118,7 @@ def require_known(model: nn.Module, device: torch.device = CPU, decoder: str = "
     if entry.windows == "none" and window is not None:
         said = "its cache forgets what is further back, and its attention hides nothing"
         raise UnknownArchitecture(f"its config says sliding_window={window}: {said}")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         raise UnknownArchitecture("it attends in both directions")
     require_low_rank(model)
     elsewhere = next((p.device for p in model.parameters() if p.device != device), None)
@@ -178,7 +141,7 @@ def described(model: nn.Module) -> Description:
 
 def _of_wrapper(model: nn.Module, name: str) -> Description:
     """What is known of the text model in one that also sees images."""
-    kind = type(_part(model, TEXT))
+    kind = type(part(model, TEXT))
     entry = KNOWN.get(WRAPPERS[name].get(kind.__name__))
     if entry is None or not kind.__module__.startswith(entry.package):
         raise UnknownArchitecture(f"the compiled decoder does not know the {kind.__name__} in it")
@@ -193,7 +156,7 @@ def _looked_at(model: nn.Module, entry: Description) -> Iterator[tuple[str, nn.M
     whole = ("", entry.text.rpartition(".")[0])
     yield from ((path, model.get_submodule(path)) for path in whole)
     for place in (entry.text, entry.head):
-        yield from _part(model, place).named_modules(prefix=place)
+        yield from part(model, place).named_modules(prefix=place)
 
 
 def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
@@ -209,7 +172,7 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
             yield f"has a replaced forward ({place})"
         if id(module) in of_others or is_lora(module):
             continue
-        known = type(module) in _BLOCKS or isinstance(module, PackedExperts) or _is_packed(module)
+        known = type(module) in _BLOCKS or isinstance(module, PackedExperts) or is_packed(module)
         known = known or (type(module) is nn.LayerNorm and entry.has_layer_norms)
         known = known or type(module).__module__.startswith(origins)
         if not known:
@@ -217,8 +180,8 @@ def _altered(model: nn.Module, entry: Description) -> Iterator[str]:
 
 
 def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
-    config, layers = text_config(model), _part(model, entry.layers)
-    embed = _part(model, entry.embedding)
+    config, layers = text_config(model), part(model, entry.layers)
+    embed = part(model, entry.embedding)
     delta = next((delta_sizes(entry.delta, layers[i]) for i, b in enumerate(blocks) if b.delta is not None), None)
     activation = named(config, entry, "activation")
     if activation not in ACTIVATIONS:
@@ -228,7 +191,7 @@ def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
         raise UnknownArchitecture(f"its heads have {head_dim} elements, the compiled attention takes {MAX_HEAD_DIM}")
     rotary_dim, kinds = head_dim // 2 * 2, [kind for kind in rope_kinds(entry, config) if kind != UNROTATED]
     if kinds:
-        rotary, columns = _part(model, entry.rotary_embedding), COLUMNS[entry.rotation]
+        rotary, columns = part(model, entry.rotary_embedding), COLUMNS[entry.rotation]
         rotary_dim = rope_tables(rotary, kinds[:1], 1, columns=columns)[0][0].shape[1] * 2
     return Sizes(
         hidden=config.hidden_size,
@@ -236,7 +199,7 @@ def _sizes(entry: Description, model: nn.Module, blocks: list[Block]) -> Sizes:
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=_intermediate(entry, config, blocks),
-        vocab=linear_shape(_part(model, entry.head), "lm_head")[1],
+        vocab=linear_shape(part(model, entry.head), "lm_head")[1],
         embeddings=embed.num_embeddings,
         rotary_dim=rotary_dim,
         activation=activation,
@@ -261,6 +224,8 @@ def _intermediate(entry: Description, config, blocks: list[Block]) -> int:
     """Elements between the projections of an MLP, or of an expert where no layer has an MLP."""
     if entry.mlp == "none":
         return config.hidden_size  # nobody reads it
+    if entry.heads == "by layer":
+        return _widest(blocks)[2]
     dense = next((block for block in blocks if block.experts is None), None)
     return blocks[0].experts.inner if dense is None else linear_shape(dense.modules["down"], "down")[0]
 
@@ -278,7 +243,9 @@ def _heads(
             return 1, 1, 16, None  # of which the attention kernels of GPUs take multiples
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return heads, named(config, entry, "kv_heads"), head_dim, None
-    attention, block = _part(layers[attending], entry.attention), blocks[attending]
+    attention, block = part(layers[attending], entry.attention), blocks[attending]
+    if entry.heads == "by layer":
+        return config.num_attention_heads, *_widest(blocks)[:2], attention
     if "k" in block.modules:
         kv_heads = named(config, entry, "kv_heads")
         head_dim = linear_shape(block.modules["k"], "k")[1] // kv_heads
@@ -289,18 +256,8 @@ def _heads(
     return config.num_attention_heads, kv_heads, head_dim, attention
 
 
-def _part(whole: nn.Module, place: str, get: Callable[[nn.Module, str], Any] = nn.Module.get_submodule) -> Any:
-    """The module, or what else is got, of a model or a layer at a place that its description names."""
-    for choice in place.split(" | "):
-        try:
-            return get(whole, choice)
-        except AttributeError:
-            continue
-    name = type(whole).__name__
-    raise UnknownArchitecture(f"its description names {place}, which its {name} does not have")
-
-
-def _block(entry: Description, config, layer: nn.Module, index: int, rope_table: int, window: int) -> Block:
+def _block(entry: Description, config, layers: nn.ModuleList, index: int, rope_table: int, window: int) -> Block:
+    layer = layers[index]
     try:
         experts = None if entry.experts is None else expert_block(entry.experts, layer, index)
     except UnreadExperts as error:
@@ -312,28 +269,48 @@ def _block(entry: Description, config, layer: nn.Module, index: int, rope_table:
         places = {name: place for name, place in places.items() if name not in OF_ATTENTION}
         places |= {f"delta_{name}": place for name, place in entry.delta.linears.items()}
         norms = {name: place for name, place in norms.items() if name not in ("q", "k")}
-    modules = {name: _part(layer, place) for name, place in places.items()}
-    without = () if entry.head_norms_flag is None or named(config, entry, "head_norms_flag") else ("q", "k")
-    norms = {name: _part(layer, place) for name, place in norms.items() if name not in without}
+    absent = absent_linears(entry, layer)
+    modules = {name: part(layer, place) for name, place in places.items() if name not in absent}
+    norms = {name: place for name, place in norms.items() if name not in absent}
+    unrotated = entry.head_norms == "per rotated head" and rope_kind(entry, config, index) == UNROTATED
+    flag = entry.head_norms_flag is None or named(config, entry, "head_norms_flag")
+    without = ("q", "k") if unrotated or not flag else ()
+    norms = {name: part(layer, place) for name, place in norms.items() if name not in without}
     width = linear_shape(modules["o" if delta is None else "delta_out"], "o")[1]
-    found = {name: _norm(norm, entry, width) for name, norm in norms.items() if type(norm) is not nn.Identity}
-    sinks = None if entry.sinks is None else _part(layer, entry.sinks, nn.Module.get_parameter).detach()
+    own = getattr(part(layer, entry.attention), "head_dim", width) if {"q", "k"} & norms.keys() else width
+    found = {
+        name: norm_of(norm, entry, own if name in ("q", "k") else width)
+        for name, norm in norms.items()
+        if type(norm) is not nn.Identity
+    }
+    sinks = None if entry.sinks is None else part(layer, entry.sinks, nn.Module.get_parameter).detach()
     norms = [found.get(name) for name in NORMS]
-    return Block(modules, norms, window, rope_table, experts, sinks, delta)
+    form = layer_form(entry, config, layers, index, modules, width)
+    return Block(modules, norms, window, rope_table, experts, sinks, delta, form)
 
 
-def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
-    queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+def _widest(blocks: list[Block]) -> tuple[int, int, int]:
+    """Sizes that all layers, which have some of their own, fit in."""
+    key_heads, head_dim, intermediate = zip(*(block.form.sizes for block in blocks), strict=True)
+    return max(key_heads), max(head_dim), max(intermediate)
+
+
+def _require_sizes(sizes: Sizes, block: Block, index: int, inputs: int = 0) -> None:
+    kv_heads, head_dim, inner = block.form.sizes or (sizes.kv_heads, sizes.head_dim, sizes.intermediate)
+    if kv_heads < 1 or sizes.heads % kv_heads:
+        raise UnknownArchitecture(f"layer {index} has {kv_heads} key heads for {sizes.heads} heads")
+    queries, keys = sizes.heads * head_dim, kv_heads * head_dim
     gates = queries if sizes.gated_heads else 0
-    outputs = {"q": queries + gates, "k": keys, "v": keys, "gate": sizes.intermediate, "up": sizes.intermediate}
-    outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * sizes.intermediate}
+    outputs = {"q": queries + gates, "k": keys, "v": keys, "gate": inner, "up": inner}
+    outputs |= {"qkv": queries + 2 * keys, "qkv_by_head": queries + 2 * keys, "gate_up": 2 * inner}
+    outputs |= {"inputs_gate": inputs}
     expected = {name: (sizes.hidden, out) for name, out in outputs.items()}
-    expected |= {"o": (queries, sizes.hidden), "down": (sizes.intermediate, sizes.hidden)}
+    expected |= {"o": (queries, sizes.hidden), "down": (inner, sizes.hidden), "inputs_out": (inputs, sizes.hidden)}
     expected |= {} if block.delta is None else delta_shapes(sizes.delta, sizes.hidden)
     for name, module in block.modules.items():
-        inputs, out = linear_shape(module, name)
-        if (inputs, out) != expected[name]:
-            found = f"{inputs} to {out} features"
+        shape = linear_shape(module, name)
+        if shape != expected[name]:
+            found = f"{shape[0]} to {shape[1]} features"
             raise UnknownArchitecture(f"{name} of layer {index} maps {found}, {expected[name]} are those of the model")
     if block.sinks is not None and tuple(block.sinks.shape) != (sizes.heads,):
         shape = list(block.sinks.shape)
@@ -342,9 +319,10 @@ def _require_sizes(sizes: Sizes, block: Block, index: int) -> None:
 
 def _require_head_norms(entry: Description, sizes: Sizes, block: Block, index: int) -> None:
     together = entry.head_norms == "all heads"
-    for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads)):
+    kv_heads, head_dim, _ = block.form.sizes or (sizes.kv_heads, sizes.head_dim, 0)
+    for name, heads in (("q", sizes.heads), ("k", kv_heads)):
         norm = block.norms[NORMS.index(name)]
-        expected = sizes.head_dim * (heads if together else 1)
+        expected = head_dim * (heads if together else 1)
         if norm is not None and norm.weight.numel() != expected:
             found = f"has {norm.weight.numel()} elements, {expected} are those of {entry.head_norms}"
             raise UnknownArchitecture(f"the {name} norm of layer {index} {found}")

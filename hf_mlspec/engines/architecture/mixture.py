@@ -22,7 +22,7 @@ class ExpertBlock:
     projection, {} where there are none. clamp: slope and limit where gate and up come in turns (`ops.gated_pairs`),
     None where gate comes before up. sigmoids: how they choose, None: softmax of logits. shared: gate, up and down of
     an expert that all tokens go to, {} where there is none; shared_router: ``[1, hidden]``, whose sigmoid weighs it,
-    None: nothing does.
+    None: nothing does. weighs_inputs: weights multiply what experts read.
     """
 
     experts: nn.Module
@@ -36,6 +36,7 @@ class ExpertBlock:
     sigmoids: Sigmoids | None
     shared: dict[str, nn.Module]
     shared_router: Tensor | None
+    weighs_inputs: bool = False
 
     @property
     def inner(self) -> int:
@@ -78,11 +79,14 @@ def expert_block(entry: Mixture, layer: nn.Module, index: int) -> ExpertBlock | 
         None if bias is None else bias.detach(),
         chosen,
         getattr(router, renormalize) if isinstance(renormalize, str) else renormalize,
-        {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes} if experts.has_bias else {},
+        {key: getattr(experts, f"{key}_bias").detach() for key in original.sizes}
+        if getattr(experts, "has_bias", False)
+        else {},
         None if entry.gate == GATES[0] else (float(experts.alpha), float(experts.limit)),
         None if entry.scores == SCORES[0] else _sigmoids(entry, router, index),
         shared,
         _gate_of(layer.get_submodule(entry.shared_gate), index) if shared and entry.shared_gate else None,
+        entry.weighs_inputs,
     )
 
 
@@ -95,10 +99,11 @@ def routing_said(entry: Mixture, modules: list[nn.Module]) -> tuple:
     """What `expert_block` reads of routers and experts beside their parameters: numbers, and of a bias of the choice
     where it lies and how often it changed."""
     names = {name for name in (entry.chosen, entry.renormalize) if isinstance(name, str)}
-    names |= set() if entry.scores == SCORES[0] else {entry.groups, entry.chosen_groups, entry.scale}
+    of_scores = {entry.groups, entry.chosen_groups, entry.scale} - {None}
+    names |= set() if entry.scores == SCORES[0] else of_scores
     names |= set() if entry.gate == GATES[0] else {"alpha", "limit"}
     said = [tuple([own[name] for name in sorted(names) if name in own]) for own in map(vars, modules)]
-    if entry.scores != SCORES[0]:
+    if entry.scores != SCORES[0] and entry.choice_bias is not None:
         biases = [own for module in modules if (own := module._buffers.get(entry.choice_bias)) is not None]
         said += [(bias.data_ptr(), 0 if bias.is_inference() else bias._version) for bias in biases]
     return tuple([own for own in said if own])
@@ -107,16 +112,18 @@ def routing_said(entry: Mixture, modules: list[nn.Module]) -> tuple:
 def _sigmoids(entry: Mixture, router: nn.Module, index: int) -> Sigmoids:
     """How the router of layer ``index`` chooses; ValueError for a bias that is not finite, and where the groups that a
     token looks at have too few experts for it."""
-    bias = getattr(router, entry.choice_bias).detach().float().contiguous()
+    weight = router.weight.detach()
+    bias = weight.new_zeros(len(weight)) if entry.choice_bias is None else getattr(router, entry.choice_bias).detach()
+    bias = bias.float().contiguous()
     _require_finite(bias[:, None], f"bias of the router's choice of layer {index}", " for expert {}")
-    groups, chosen_groups = getattr(router, entry.groups), getattr(router, entry.chosen_groups)
-    chosen = getattr(router, entry.chosen)
+    said = (1 if name is None else getattr(router, name) for name in (entry.groups, entry.chosen_groups, entry.scale))
+    (groups, chosen_groups, scale), chosen = said, getattr(router, entry.chosen)
     if len(bias) % groups or not 1 <= chosen_groups <= groups or chosen > len(bias) // groups * chosen_groups:
         raise ValueError(
             f"layer {index} sends each token to {chosen} of {len(bias)} experts in {chosen_groups} of {groups} "
             "groups: n_group has to divide the experts, and topk_group of them to hold as many as a token goes to"
         )
-    return Sigmoids(bias, groups, chosen_groups, float(getattr(router, entry.scale)))
+    return Sigmoids(bias, groups, chosen_groups, float(scale))
 
 
 def _require_choice(chosen: int, experts: int, index: int) -> None:
@@ -148,6 +155,8 @@ def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertMo
     its entry does not say so."""
     if isinstance(experts, PackedExperts):
         found = experts.original
+    elif entry.inputs_first:
+        return _inputs_first(experts, index)
     else:
         why = ExpertModule.obstacle(experts) if experts is not None else "there are none"
         if why is not None:
@@ -162,6 +171,18 @@ def _original(entry: Mixture, experts: nn.Module | None, index: int) -> ExpertMo
     if found.transposed and not isinstance(experts, PackedExperts):
         raise UnreadExperts(f"its experts of layer {index} are stored as [experts, in, out]")
     return found
+
+
+def _inputs_first(experts: nn.Module | None, index: int) -> ExpertModule:
+    """What a module is that holds gate_up_proj and down_proj as [experts, in, out], and no more."""
+    held = {} if experts is None else experts._parameters
+    shapes = [tuple(held[key].shape) if held.get(key) is not None else () for key in ("gate_up_proj", "down_proj")]
+    if set(held) != {"gate_up_proj", "down_proj"} or [len(shape) for shape in shapes] != [3, 3]:
+        raise UnreadExperts(f"its experts of layer {index} hold {', '.join(held) or 'nothing'}")
+    (count, hidden, outputs), (others, inner, out) = shapes
+    if (others, 2 * inner, out) != (count, outputs, hidden):
+        raise UnreadExperts(f"its experts of layer {index} have weights of shapes {shapes}, which do not fit together")
+    return ExpertModule(type(experts), count, True, {"gate_up_proj": (outputs, hidden), "down_proj": (hidden, inner)})
 
 
 def _require_finite(rows: Tensor, name: str, where: str = "") -> None:

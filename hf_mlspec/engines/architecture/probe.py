@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.hooks import has_hooks
-from .description import WITHOUT_WINDOW, Description
+from .description import CPU_FIELDS, WITHOUT_WINDOW, Description
 from .interpret import outline
 from .known import KNOWN, RECOGNISED, form_of, layers_of, supposed
 from .parts import Outline, UnknownArchitecture
@@ -134,12 +134,22 @@ def _tables(found: Outline, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[Description, str]]:
-    """Descriptions that read all parameters of the model, those that are known as they are in front, and of which."""
+    """Descriptions that read all parameters of the model, those that are known as they are in front, and of which
+    known class. Each once: beside the first that it is made of."""
+    found: list[Description] = []
+    for entry, like in _made(model):
+        if entry not in found:
+            found.append(entry)
+            yield entry, like
+
+
+def _made(model: nn.Module) -> Iterator[tuple[Description, str]]:
+    """The same, some more than once."""
     name, package = type(model).__name__, type(model).__module__.partition(".")[0]
     capped = {name for name, said in text_config(model).to_dict().items() if said and any(w in name for w in _CAPS)}
     fitting = []
     for like, entry in KNOWN.items():
-        if entry.experts is None and entry.delta is None and entry.sinks is None and entry.head_gates == "none":
+        if _is_plain(entry):
             own = replace(entry, class_name=name, package=package)
             if capped <= {own.attention_softcap, own.logit_softcap}:
                 fitting += [(one, like) for one in (own, _with_head_norms(own)) if one and _reads_all(one, model)]
@@ -154,6 +164,13 @@ def _candidates(model: nn.Module) -> Iterator[tuple[Description, str]]:
                         changed = {"norm": norm, "rotation": rotation, "layers_without_rotary": unrotated}
                         changed |= {"windows": window} if window else {}
                         yield replace(entry, **changed), like
+
+
+def _is_plain(entry: Description) -> bool:
+    """Whether `plain.py` computes all that an entry may ask for."""
+    beside = entry.experts, entry.delta, entry.sinks, *(getattr(entry, name) for name in CPU_FIELDS)
+    words = entry.head_gates, entry.heads, entry.values
+    return all(own is None for own in beside) and words == ("none", "alike", "own") and "chunks" not in entry.windows
 
 
 def _other_norm(norm: str) -> str:

@@ -75,6 +75,8 @@ def _turned(rotary: nn.Module, like: Tensor, ids: Tensor) -> tuple[Tensor, Tenso
         found = rotary(like, ids)
     except IndexError:
         found = rotary(like, ids.expand(3, 1, -1))
+    if isinstance(found, Tensor):  # complex: cosines and sines in one, each frequency once
+        found = tuple(torch.cat([half, half], dim=-1) for half in (found.real, found.imag))
     return tuple(part[0] if part.dim() == 4 else part for part in found)
 
 

@@ -14,6 +14,7 @@ from ...nn.switch import PrecisionSwitch
 from ...ops.callbacks import address_of, width_chooser
 from ...ops.compiled_decoder import (
     PLANES,
+    Sizes,
     Weight,
     compiled_decoder,
     set_delta,
@@ -21,6 +22,7 @@ from ...ops.compiled_decoder import (
     set_experts,
     set_linear,
 )
+from ...ops.layer_forms import LayerForm, TokenInputs
 from ..architecture import CPU, Norm, UnknownArchitecture, rotary
 from ..built import bit_choices, switches
 from ..own_part import own_part
@@ -34,7 +36,8 @@ _OF_MLP = "gate", "up", "down"
 class CpuDecoder:
     """A model in compiled code: `handle` has one call per step (kernels_ext/bindings/cpu/decoder.cpp).
 
-    num_layers: those that keep keys and values. num_recurrent: those that keep a state.
+    num_layers: those that keep keys and values. num_recurrent: those that keep a state. cache_sizes: of each that
+    keeps keys and values its key heads and elements of a head; `sizes` has the most of all.
     vocab_size: entries of its logits. dtype: of its keys and values. max_positions: the length past which the model's
     rotation changes for the whole row, so that cached keys would no longer fit; None where it never does.
     bit_choices: what its calls may ask of the packed weights, () where it has none. blocks: of the attention and the
@@ -50,7 +53,9 @@ class CpuDecoder:
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, CPU
         self.vocab_size = found.sizes.vocab
         self.num_recurrent = sum(layer.delta is not None for layer in found.layers)
-        self.num_layers = len(found.layers) - self.num_recurrent
+        forms = [layer.form for layer in found.layers if layer.delta is None]
+        self.cache_sizes = _cache_sizes(forms, found.sizes)
+        self.num_layers = len(self.cache_sizes)
         self._rotation = found.rotation
         self.max_positions, self.positions = rotary.rotary_border(model), 0
         self._known = rotary.known_positions(rotary.text_config(model))
@@ -63,16 +68,7 @@ class CpuDecoder:
         self.reserve_positions(min(rotary.FIRST_POSITIONS, self._learned or rotary.FIRST_POSITIONS))
         self._reader = read_planes(self.handle, model)
         self._ranks = None if self._part is None else SharedSums(self.handle, self._part.ranks)
-        if found.sizes.delta is not None:
-            set_delta_sizes(self.handle, found.sizes.delta)
-        for layer in found.layers:
-            self.handle.add_layer(_tensors(layer.norms), layer.window, layer.rope_table, layer.sinks)
-            if layer.delta is not None:
-                set_delta(self.handle, layer.delta)
-            for name, weight in layer.linears.items():
-                set_linear(self.handle, name, weight)
-            if layer.experts is not None:
-                set_experts(self.handle, layer.experts)
+        _add_layers(self.handle, found)
         set_linear(self.handle, "head", found.head)
         self.bit_choices = bit_choices(model)
         self.blocks = [block for layer in found.layers for block in _blocks(layer.linears)]
@@ -138,8 +134,59 @@ class CpuDecoder:
             self.positions = positions  # last: other threads look at it
 
 
+def _add_layers(handle: Any, found: weights.Architecture) -> None:
+    if found.inputs is not None:
+        _set_token_inputs(handle, found.inputs)
+    if found.sizes.delta is not None:
+        set_delta_sizes(handle, found.sizes.delta)
+    for layer in found.layers:
+        seen = layer.window, layer.rope_table, layer.sinks
+        _add_layer(handle, _tensors(layer.norms), *seen, layer.form, found.sizes)
+        if layer.delta is not None:
+            set_delta(handle, layer.delta)
+        for name, weight in layer.linears.items():
+            set_linear(handle, name, weight)
+        if layer.experts is not None:
+            set_experts(handle, layer.experts)
+    if found.inputs is not None:
+        set_linear(handle, "token_inputs", found.projection)
+
+
+def _add_layer(
+    decoder: Any, norms: list[Tensor | None], window: int, rope_table: int, sinks: Tensor | None, form: LayerForm,
+    sizes: Sizes,
+) -> None:
+    """A layer behind the others; its linears follow. norms: six weights, then their biases; sizes: the decoder's."""
+    decoder.set_layer_sizes(*(form.sizes or (sizes.kv_heads, sizes.head_dim, sizes.intermediate)))
+    decoder.add_layer(norms, window, rope_table, sinks)
+    if form.keys_of is not None:
+        decoder.reuse_keys(form.keys_of)
+    if form.value_norm is not None or form.values_are_keys:
+        decoder.set_values(form.value_norm, form.values_are_keys)
+    if form.span or form.query_scale is not None:
+        decoder.set_view(form.span, *(form.query_scale or (0.0, 1.0)))
+    if form.inputs_norm is not None:
+        decoder.set_inputs(form.inputs_norm)
+    if form.scale != 1:
+        decoder.set_scale(form.scale)
+
+
+def _set_token_inputs(decoder, inputs: TokenInputs) -> None:
+    """Before the first layer that has inputs; the linear token_inputs comes behind the layers."""
+    norm = inputs.norm.float().contiguous()
+    decoder.set_token_inputs(inputs.table.detach(), norm, inputs.width, inputs.eps, inputs.scale)
+
+
+def _cache_sizes(forms: list[LayerForm], sizes: Sizes) -> list[tuple[int, int]]:
+    """Of every layer that keeps keys and values: its key heads, and elements of each."""
+    own = [form.sizes or (sizes.kv_heads, sizes.head_dim, 0) for form in forms if form.keys_of is None]
+    return [(heads, dim) for heads, dim, _ in own]
+
+
 def _blocks(linears: dict[str, Weight]) -> list[int]:
     """As of `CpuDecoder.blocks`, of one layer."""
+    if "inputs_gate" in linears:
+        return [0, 0]
     parts = [[own for name, own in linears.items() if (name in _OF_MLP) == mlp] for mlp in (False, True)]
     fit = [all(one.format == PLANES and one.order is None and one.rotation is None for one in part) for part in parts]
     return [sum(one.out_features for one in part) * own for part, own in zip(parts, fit, strict=True)]

@@ -46,6 +46,7 @@ def read_experts(block: ExpertBlock, read: Callable[[nn.Module, str], Weight]) -
         block.clamp,
         block.sigmoids,
         shared,
+        block.weighs_inputs,
     )
 
 

@@ -42,6 +42,7 @@ from ...ops.compiled_decoder import (
     Sizes,
     Weight,
 )
+from ...ops.layer_forms import LayerForm, TokenInputs
 from ...ops.tiles import TILE_OUTPUTS
 from ...ops.zipper import low_group
 from ...ops.zipper_table import ZipperTable
@@ -64,6 +65,7 @@ class Layer:
     experts: Experts | None
     sinks: Tensor | None
     delta: DeltaNet | None
+    form: LayerForm
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Architecture:
     layers: list[Layer]
     rotation: Rotation
     positions: Tensor | None
+    inputs: TokenInputs | None = None
+    projection: Weight | None = None  # token_inputs
 
 
 def read(model: nn.Module) -> Architecture:
@@ -92,13 +96,16 @@ def read(model: nn.Module) -> Architecture:
             None if block.experts is None else read_experts(block.experts, read_weight),
             None if block.sinks is None else block.sinks.float().contiguous(),
             block.delta,
+            block.form,
         )
         for block in found.blocks
     ]
     head = read_weight(found.head, "lm_head")
     table = read_table(found.embedding)
     places = found.rotation, found.positions
-    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, *places)
+    own = found.inputs
+    inputs = (None, None) if own is None else (own.inputs, read_weight(own.projection, "token_inputs"))
+    return Architecture(found.sizes, found.dtype, table, found.final_norm, head, layers, *places, *inputs)
 
 
 def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
@@ -114,7 +121,8 @@ def _linears(modules: dict[str, nn.Module], sizes: Sizes) -> dict[str, Weight]:
         cuts = cut_weight(modules["gate_up"], [sizes.intermediate] * 2, "gate_up_proj")
         linears |= dict(zip(("gate", "up"), cuts, strict=True))
     for group in (("q", "k", "v"), ("gate", "up"), ("delta_qkv", "delta_z"), ("delta_b", "delta_a")):
-        if not linears.keys() >= set(group):
+        group = [name for name in group if name in linears]
+        if len(group) < 2:
             continue
         if len({(linears[n].format, linears[n].group_size, linears[n].bits) for n in group}) > 1:
             raise UnknownArchitecture(f"its {', '.join(group)} projections have weights of different formats")

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <new>
 #include <string>
@@ -72,9 +73,11 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::cpu_kernels();  // throws where MLSPEC_CPU_ISA asks for what is not here; a parallel region cannot
   }
 
-  // cos, sin: float32 [positions, rotary_dim / 2]; table `index` is added or replaced.
+  // cos, sin: float32 [positions, half], of heads whose first 2 half elements are rotated; table `index` is added or replaced.
   void set_rope(int64_t index, const Tensor& cos, const Tensor& sin) {
-    const int64_t half = decoder_.shape.rotary_dim / 2;
+    const int64_t half = cos.dim() == 2 ? cos.size(1) : 0;
+    TORCH_CHECK_VALUE(half > 0 && 2 * half <= decoder_.shape.head_dim, "cos has shape ", cos.sizes(), ", expected [positions, half], half at "
+                      "most ", decoder_.shape.head_dim / 2);
     check_plain(cos, "cos", at::kFloat, {cos.size(0), half});
     check_plain(sin, "sin", at::kFloat, {cos.size(0), half});
     std::lock_guard<std::mutex> lock(decoder_.busy);  // another thread may be reading the table that is replaced
@@ -82,7 +85,7 @@ class DecoderObject : public torch::CustomClassHolder {
     TORCH_CHECK_INDEX(index >= 0 && index <= known, "rope table ", index, " of ", known);
     if (index == known) decoder_.ropes.emplace_back(), rope_tensors_.emplace_back();
     rope_tensors_[index] = {cos, sin};
-    decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>()};
+    decoder_.ropes[index] = {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), half};
     int64_t least = num_position_rows_ ? std::min(num_position_rows_, cos.size(0)) : cos.size(0);
     for (const auto& pair : rope_tensors_) least = std::min(least, pair.first.size(0));
     decoder_.shape.positions = least;
@@ -98,6 +101,76 @@ class DecoderObject : public torch::CustomClassHolder {
     decoder_.position_embedding = hold(table);
   }
 
+  // Of layers that are added from now on: key heads, elements of a head, elements between the projections of an MLP; at most the decoder's.
+  void set_layer_sizes(int64_t kv_heads, int64_t head_dim, int64_t intermediate) {
+    const auto& s = decoder_.shape;
+    TORCH_CHECK_VALUE(kv_heads > 0 && kv_heads <= s.kv_heads && s.heads % kv_heads == 0 && head_dim > 0 && head_dim <= s.head_dim &&
+                          intermediate > 0 && intermediate <= s.intermediate,
+                      "set_layer_sizes: ", kv_heads, " key heads of ", head_dim, " elements and ", intermediate,
+                      " between projections; the decoder has room for ", s.kv_heads, ", ", s.head_dim, " and ", s.intermediate);
+    own_ = {kv_heads, head_dim, intermediate};
+  }
+
+  // The newest layer, before its linears, reads keys and values of an earlier one, and has no k and v of its own.
+  void reuse_keys(int64_t of) {
+    DecoderLayer& layer = newest("k");
+    const int64_t before = decoder_.layers.size() - 1;
+    TORCH_CHECK_INDEX(of >= 0 && of < before, "layer ", before, " reads the keys of layer ", of, ", which is none before it");
+    const DecoderLayer& other = decoder_.layers[of];
+    TORCH_CHECK_VALUE(!other.delta && !other.reuses_keys && other.kv_heads == layer.kv_heads && other.head_dim == layer.head_dim &&
+                          !decoder_.shape.grouped_qkv,
+                      "layer ", before, " has ", layer.kv_heads, " key heads of ", layer.head_dim, " elements, layer ", of,
+                      " has no such keys and values of its own");
+    layer.reuses_keys = true, layer.kv_index = other.kv_index;
+  }
+
+  // Of the newest layer, before its linears. norm: float32 [head_dim], of values; keys: they are what k computes, and there is no v.
+  void set_values(const MaybeTensor& norm, bool keys) {
+    DecoderLayer& layer = newest("v");
+    TORCH_CHECK_VALUE(!keys || !decoder_.shape.grouped_qkv, "values that are keys are not grouped by key head");
+    layer.v_norm = {floats(norm, "v_norm", layer.head_dim), nullptr}, layer.values_are_keys = keys;
+  }
+
+  // Of the newest layer. span: a token sees no slot before the last multiple of it, 0: no such bound. scale, stretch: QueryScale.
+  void set_view(int64_t span, double scale, double stretch) {
+    TORCH_CHECK_VALUE(span >= 0 && std::isfinite(scale) && stretch > 0 && std::isfinite(stretch), "set_view: span is ", span, ", scale ",
+                      scale, " and stretch ", stretch);
+    DecoderLayer& layer = newest("view");
+    layer.span = span, layer.query_scale = {static_cast<float>(scale), static_cast<float>(stretch)};
+  }
+
+  // What the residual stream is multiplied by behind the newest layer.
+  void set_scale(double scale) {
+    TORCH_CHECK_VALUE(std::isfinite(scale) && !decoder_.shape.parallel && !decoder_.shape.no_mlp,
+                      "set_scale: ", scale, ", expected a number, of layers whose MLP is behind their attention");
+    newest("scale").scale = static_cast<float>(scale);
+  }
+
+  // TokenInputs in decoder_inputs.h, before the linear token_inputs: table [embeddings, layers * width] of the embedding's dtype, whose rows
+  // may lie apart; norm: float32 [width].
+  void set_token_inputs(const Tensor& table, const Tensor& norm, int64_t width, double eps, double scale) {
+    const auto& s = decoder_.shape;
+    TORCH_CHECK_VALUE(width > 0 && eps >= 0 && std::isfinite(scale) && table.dim() == 2 && table.size(0) >= s.embeddings &&
+                          table.size(1) % width == 0 && table.stride(1) == 1 && table.stride(0) >= table.size(1) && table.is_cpu(),
+                      "the inputs of layers have a table of shape ", table.sizes(), " with strides ", table.strides(), ", expected ",
+                      s.embeddings, " rows of some layers' ", width, " elements on the CPU");
+    TORCH_CHECK_TYPE(storage_dtype(table, "the table of layers' inputs") == s.embedding_dtype, "the table of layers' inputs is ",
+                     table.scalar_type(), ", and the embedding is not");
+    mlspec::TokenInputs& own = decoder_.token_inputs;
+    own.norm_weight = floats(norm, "the norm of layers' inputs", width);
+    own.norm_eps = static_cast<float>(eps), own.scale = static_cast<float>(scale);
+    own.table = hold(table), own.stride = table.stride(0), own.width = width;
+    own.projection.in_features = s.hidden, own.projection.out_features = table.size(1);
+  }
+
+  // The newest layer has inputs of its own; its linears inputs_gate and inputs_out follow. norm: float32 [hidden], behind the latter.
+  void set_inputs(const MaybeTensor& norm) {
+    TORCH_CHECK_VALUE(decoder_.token_inputs && !decoder_.shape.parallel && !decoder_.shape.no_mlp && !decoder_.ranks.sum,
+                      "set_inputs: set_token_inputs comes first, and the MLP of a layer behind its attention, in one process");
+    newest("inputs").inputs = std::make_shared<mlspec::LayerInputs>();
+    decoder_.layers.back().inputs->out_norm = {floats(norm, "the norm behind a layer's inputs", decoder_.shape.hidden), nullptr};
+  }
+
   // norms: attention, mlp, attention_out, mlp_out, q, k, then the biases of these; float32 with any +1 added. q and k: of a head, or
   // of all heads. sinks: float32 [heads], scores that are part of the softmax of a head and have no value.
   void add_layer(const std::vector<MaybeTensor>& norms, int64_t window, int64_t rope_table, const MaybeTensor& sinks) {
@@ -106,8 +179,12 @@ class DecoderObject : public torch::CustomClassHolder {
     TORCH_CHECK_INDEX(rope_table >= 0 && rope_table < static_cast<int64_t>(decoder_.ropes.size()), "rope table ", rope_table);
     const auto& s = decoder_.shape;
     DecoderLayer layer;
-    layer.q_norm_width = norms[4] && norms[4]->numel() > s.head_dim ? s.heads * s.head_dim : s.head_dim;
-    layer.k_norm_width = norms[5] && norms[5]->numel() > s.head_dim ? s.kv_heads * s.head_dim : s.head_dim;
+    layer.kv_heads = own_[0] ? own_[0] : s.kv_heads, layer.head_dim = own_[1] ? own_[1] : s.head_dim;
+    layer.intermediate = own_[2] ? own_[2] : s.intermediate;
+    TORCH_CHECK_VALUE(2 * decoder_.ropes[rope_table].half <= layer.head_dim, "rope table ", rope_table, " rotates ",
+                      2 * decoder_.ropes[rope_table].half, " elements of heads of ", layer.head_dim);
+    layer.q_norm_width = norms[4] && norms[4]->numel() > layer.head_dim ? s.heads * layer.head_dim : layer.head_dim;
+    layer.k_norm_width = norms[5] && norms[5]->numel() > layer.head_dim ? layer.kv_heads * layer.head_dim : layer.head_dim;
     const auto norm = [&](int i, const std::string& what, int64_t size) {
       return mlspec::Norm{floats(norms[i], what, size), floats(norms[6 + i], what + ".bias", size)};
     };
@@ -172,6 +249,9 @@ class DecoderObject : public torch::CustomClassHolder {
     mlspec::choose_by_sigmoids(newest_experts("sigmoids"), choice_bias, groups, chosen_groups, scale);
     hold(choice_bias);
   }
+
+  // Of the newest layer's experts, which set_router has begun: weights multiply what experts read.
+  void weigh_inputs() { newest_experts("weigh_inputs").weighs_inputs = true; }
 
   // Of the newest layer's experts, which set_router has begun: rows of gate and up come in turns (mlspec_row_ops::gate_pairs).
   void set_pairs(double slope, double limit) {
@@ -338,7 +418,7 @@ class DecoderObject : public torch::CustomClassHolder {
 
   // Of a layer's linear, which was set before: it adds up (down x) to its outputs. down float32 [rank, in], up float32 [out, rank].
   void set_adapter(const std::string& name, const Tensor& down, const Tensor& up) {
-    const bool beside = name == "head" || name.rfind("shared_", 0) == 0 || name.rfind("delta_", 0) == 0;
+    const bool beside = name == "head" || name.rfind("shared_", 0) == 0 || name.rfind("delta_", 0) == 0 || name.find("inputs") != name.npos;
     TORCH_CHECK_VALUE(!beside, name, ".adapter: only q, k, v, o, gate, up, down have one");
     mlspec::Linear& linear = place(name);
     linear.adapter = mlspec::checked_adapter(name, linear, down, up);
@@ -558,11 +638,22 @@ class DecoderObject : public torch::CustomClassHolder {
     if (name.rfind("delta_", 0) == 0) {
       mlspec::check_delta_place(name, decoder_.delta, decoder_.shape.hidden, linear.in_features, linear.out_features);
     } else {
-      mlspec::check_place(name, decoder_.shape, linear.in_features, linear.out_features, decoder_.ranks.count);
+      mlspec::check_place(name, shape_at(name), linear.in_features, linear.out_features, decoder_.ranks.count);
     }
     linear.bias = floats(bias, name + ".bias", linear.out_features);
     linear.block = mlspec::block_of(name, decoder_.layers.size());
     target = linear;
+  }
+
+  // The decoder's, or, of a linear of the newest layer, with that one's sizes; intermediate: also of what is multiplied by its inputs.
+  mlspec::DecoderShape shape_at(const std::string& name) const {
+    mlspec::DecoderShape s = decoder_.shape;
+    if (name == "head" || decoder_.layers.empty()) return s;
+    const DecoderLayer& layer = decoder_.layers.back();
+    s.kv_heads = layer.kv_heads, s.head_dim = layer.head_dim, s.intermediate = layer.intermediate;
+    if (name == "token_inputs") s.intermediate = decoder_.token_inputs.projection.out_features;
+    if (name == "inputs_gate" || name == "inputs_out") s.intermediate = decoder_.token_inputs.width;
+    return s;
   }
 
   const float* floats(const MaybeTensor& weight, const std::string& what, int64_t size) {
@@ -583,6 +674,14 @@ class DecoderObject : public torch::CustomClassHolder {
 
   mlspec::Linear& place(const std::string& name) {
     if (name == "head") return decoder_.head;
+    if (name == "token_inputs") {
+      TORCH_CHECK_VALUE(decoder_.token_inputs, "token_inputs: set_token_inputs comes first");
+      return decoder_.token_inputs.projection;
+    }
+    if (name == "inputs_gate" || name == "inputs_out") {
+      TORCH_CHECK_VALUE(newest(name).inputs, "a layer has no linear ", name, ": set_inputs comes first");
+      return name == "inputs_gate" ? decoder_.layers.back().inputs->gate : decoder_.layers.back().inputs->projection;
+    }
     if (name.rfind("shared_", 0) == 0) return mlspec::shared_linear(newest_experts(name), name);
     if (name.rfind("delta_", 0) == 0) {
       static const std::map<std::string, mlspec::Linear mlspec::DeltaNet::*> of_nets = {{"delta_qkv", &mlspec::DeltaNet::qkv},
@@ -603,6 +702,7 @@ class DecoderObject : public torch::CustomClassHolder {
   }
 
   mlspec::Decoder decoder_;
+  std::array<int64_t, 3> own_{};  // set_layer_sizes, 0: the decoder's
   std::vector<Tensor> held_;
   std::vector<std::pair<Tensor, Tensor>> rope_tensors_;
   int64_t num_position_rows_ = 0;  // 0: positions have no embedding
@@ -615,7 +715,15 @@ TORCH_LIBRARY_FRAGMENT(mlspec, m) {
       .def(torch::init<Ints, std::vector<double>, Tensor, Tensor, MaybeTensor>())
       .def("set_rope", &DecoderObject::set_rope)
       .def("set_position_embedding", &DecoderObject::set_position_embedding)
+      .def("set_layer_sizes", &DecoderObject::set_layer_sizes)
       .def("add_layer", &DecoderObject::add_layer)
+      .def("reuse_keys", &DecoderObject::reuse_keys)
+      .def("set_values", &DecoderObject::set_values)
+      .def("set_view", &DecoderObject::set_view)
+      .def("set_scale", &DecoderObject::set_scale)
+      .def("set_token_inputs", &DecoderObject::set_token_inputs)
+      .def("set_inputs", &DecoderObject::set_inputs)
+      .def("weigh_inputs", &DecoderObject::weigh_inputs)
       .def("set_delta_shape", &DecoderObject::set_delta_shape)
       .def("set_delta", &DecoderObject::set_delta)
       .def("reach", &DecoderObject::reach)

@@ -19,12 +19,18 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
   TORCH_CHECK_VALUE(decoder.embedding || decoder.nested_embedding.weight || decoder.zipper_embedding.planes,
                     "the decoder has no embedding yet: its table has 0 rows, and set_nested_embedding was not called");
   TORCH_CHECK_VALUE(ready(decoder.head), "the decoder has no head yet");
+  const TokenInputs& inputs = decoder.token_inputs;
+  TORCH_CHECK_VALUE(!inputs || (ready(inputs.projection) && inputs.projection.out_features ==
+                                static_cast<int64_t>(decoder.layers.size()) * inputs.width),
+                    "the inputs of layers are those of ", inputs ? inputs.projection.out_features / inputs.width : 0, " layers, of ",
+                    decoder.layers.size(), ", or have no linear yet");
   for (size_t i = 0; i < decoder.layers.size(); ++i) {
     const DecoderLayer& l = decoder.layers[i];
     if (l.delta) check_delta(*l.delta, decoder.delta, alike, ready, "layer " + std::to_string(i) + " of the decoder");
     for (const Linear* linear : {&l.q, &l.k, &l.v, &l.o}) {
       if (l.delta) continue;
-      const bool inside = decoder.shape.grouped_qkv && (linear == &l.k || linear == &l.v);
+      const bool inside = ((decoder.shape.grouped_qkv || l.reuses_keys) && (linear == &l.k || linear == &l.v)) ||
+                          (l.values_are_keys && linear == &l.v);
       TORCH_CHECK_VALUE(inside || ready(*linear), "layer ", i, " of the decoder has not all of its linears yet");
     }
     for (const Linear* linear : {&l.gate, &l.up, &l.down}) {
@@ -33,7 +39,9 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
     }
     TORCH_CHECK_VALUE(!l.experts || !decoder.shape.parallel, "layer ", i, ": experts do not run beside attention");
     if (l.experts) check_experts(*l.experts, bits, "layer " + std::to_string(i) + " of the decoder");
-    const bool parts = decoder.shape.grouped_qkv || (alike(l.q, l.k) && alike(l.q, l.v));
+    const bool parts = decoder.shape.grouped_qkv || l.reuses_keys || (alike(l.q, l.k) && (l.values_are_keys || alike(l.q, l.v)));
+    TORCH_CHECK_VALUE(!l.inputs || (ready(l.inputs->gate) && ready(l.inputs->projection)), "layer ", i, " of the decoder has not all of its "
+                      "linears yet");
     TORCH_CHECK_VALUE(parts && (decoder.shape.plain_mlp || alike(l.gate, l.up)), "layer ", i,
                       ": q, k, v and gate, up need weights of one format, group, numbers of bits, clip of activations, and order of inputs");
   }
@@ -43,6 +51,7 @@ inline void check_complete(const Decoder& decoder, Bits bits) {
 inline void check_able(const Decoder& decoder, Bits bits) {
   bool packed = decoder.head.is_packed();
   check_bits(decoder.head, bits, "");
+  if (decoder.token_inputs) packed |= decoder.token_inputs.projection.is_packed(), check_bits(decoder.token_inputs.projection, bits, "");
   for (const DecoderLayer& l : decoder.layers) {
     l.each_linear([&](const Linear& linear) {
       packed |= linear.is_packed();
@@ -73,7 +82,7 @@ inline void check_widths(const Decoder& decoder, const std::vector<int64_t>& wid
   const size_t blocks = 2 * decoder.layers.size();
   TORCH_CHECK_VALUE(widths.size() == blocks, "there are widths of ", widths.size(), " blocks, the decoder has ", blocks);
   for (const DecoderLayer& l : decoder.layers) {
-    TORCH_CHECK_VALUE(!l.delta && !l.experts, "layers with delta nets or experts have no widths of their own");
+    TORCH_CHECK_VALUE(!l.delta && !l.experts && !l.inputs, "layers with delta nets, experts or inputs have no widths of their own");
     l.each_linear([&](const Linear& linear) {
       if (!linear.weight) return;
       TORCH_CHECK_VALUE(linear.format == WeightFormat::kPlanes, "only bit-planes have a width for every block");
@@ -96,13 +105,14 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
   TORCH_CHECK_VALUE(dtype != MLSPEC_INT4_ROWS || s.head_dim % 2 == 0, "the cache is ", kv.scalar_type(),
                     ", two codes a byte, and heads have ", s.head_dim, " elements");
   const int64_t width = mlspec_cache_row_bytes(dtype, s.head_dim) / mlspec_element_bytes(dtype);
-  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) == s.kv_heads &&
-                        kv.size(5) == width && kv.is_contiguous() && kv.is_cpu(),
+  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) >= s.kv_heads &&
+                        kv.size(5) >= width && kv.is_contiguous() && kv.is_cpu(),
                     "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
                     ", slots, ", width, "] on the CPU");
   TORCH_CHECK_TYPE(dtype == s.kv_dtype || codes, "the cache is ", kv.scalar_type(),
                    ", which is not what the model writes");
-  Level level{&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype}, lengths, bits, draft_window};
+  const int64_t row_bytes = kv.size(5) * mlspec_element_bytes(dtype);
+  Level level{&decoder, {kv.mutable_data_ptr(), kv.size(0), kv.size(2), kv.size(4), dtype, kv.size(3), row_bytes}, lengths, bits, draft_window};
   put_states(level, recurrent);
   return level;
 }

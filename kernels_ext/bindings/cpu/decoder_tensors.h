@@ -42,7 +42,7 @@ inline void check_place(const std::string& name, const DecoderShape& s, int64_t 
     TORCH_CHECK_VALUE((down ? out : in) == s.hidden, name, " maps ", in, " to ", out, " features, the decoder has ", s.hidden);
     return;
   }
-  const bool from_hidden = name != "o" && name != "down";
+  const bool from_hidden = name != "o" && name != "down" && name != "inputs_out";
   const int64_t inputs = from_hidden ? s.hidden : name == "o" ? queries : s.intermediate;
   const int64_t gated = s.gated_heads ? 2 : 1;
   const int64_t outputs = !from_hidden    ? s.hidden

@@ -67,7 +67,8 @@ struct QueryBlock {
 inline Visible visible_slots(const mlspec_attention_args& args, int64_t token) {
   const int64_t position = args.first_position + token;
   const auto last = [&](int64_t count) { return count > 0 ? std::max<int64_t>(0, position - count + 1) : 0; };
-  return {{last(args.window), position + 1}, last(args.draft_window)};
+  const int64_t stretch = args.span > 0 ? position / args.span * args.span : 0;
+  return {{std::max(last(args.window), stretch), position + 1}, last(args.draft_window)};
 }
 
 inline const float* query_of(const mlspec_attention_args& args, int64_t index) {

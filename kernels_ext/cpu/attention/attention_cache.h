@@ -66,15 +66,15 @@ struct CacheRows {
   // Of slots [slot, slot + 16) of lanes[slots][head_dim]; rows of zeros outside `seen`. Rows of codes become Terms' elements.
   template <class Terms>
   void find(const mlspec_attention_args& args, const void* lanes, int64_t slot, SlotRange seen) {
-    const int64_t bytes = row_bytes(args);
-    first = static_cast<const char*>(lanes) + slot * bytes;
+    stride = row_stride(args);
+    first = static_cast<const char*>(lanes) + slot * stride;
     if (args.kv_dtype == MLSPEC_INT8_ROWS) return widen<Terms, Int8Row<Terms>>(args.head_dim, slot, seen);
     if (args.kv_dtype == MLSPEC_INT4_ROWS) return widen<Terms, Int4Row<Terms>>(args.head_dim, slot, seen);
-    stride = bytes;
     if (in_cache(args, slot, slot + kLanes, seen)) return;
+    const int64_t bytes = mlspec_cache_row_bytes(args.kv_dtype, args.head_dim);
     for (int s = 0; s < kLanes; ++s) {
       const bool visible = seen.begin <= slot + s && slot + s < seen.end;
-      if (visible) std::memcpy(padded[s], first + s * bytes, bytes);
+      if (visible) std::memcpy(padded[s], first + s * stride, bytes);
       const int64_t filled = visible ? bytes : 0, step = bytes / args.head_dim * kStep;
       std::memset(padded[s] + filled, 0, (bytes + step - 1) / step * step - filled);
     }
@@ -87,7 +87,7 @@ struct CacheRows {
   void widen(int64_t head_dim, int64_t slot, SlotRange seen) {
     using Element = typename Terms::Element;
     const int64_t steps = (head_dim + kStep - 1) / kStep * kStep, whole = head_dim / kStep * kStep;
-    const int64_t bytes = mlspec_cache_row_bytes(Row::kDtype, head_dim), codes = head_dim / Row::kPerByte;
+    const int64_t codes = head_dim / Row::kPerByte;
     const int64_t to_stride = steps * static_cast<int64_t>(sizeof(Element)) + 64;  // rows fall into different sets of the L1 cache
     for (int s = 0; s < kLanes; ++s) {
       char* const to = padded[0] + s * to_stride;
@@ -95,7 +95,7 @@ struct CacheRows {
         std::memset(to, 0, steps * sizeof(Element));
         continue;
       }
-      const char* const from = first + s * bytes;
+      const char* const from = first + s * stride;
       const Row row(from + codes);
       for (int64_t d = 0; d < whole; d += kStep) row.widen(from + d / Row::kPerByte, to + d * sizeof(Element));
       if (whole == steps) continue;
@@ -111,12 +111,12 @@ struct CacheRows {
   // Slots [slot, until) that are read next, into the L2 cache: lines on their way into the first one hold its few buffers up.
   // Rows side by side are no stream that processors follow by themselves.
   void prefetch(const mlspec_attention_args& args, const void* lanes, int64_t slot, int64_t until) const {
-    const int64_t bytes = row_bytes(args), stop = std::min(until, end) * bytes;
+    const int64_t bytes = row_stride(args), stop = std::min(until, end) * bytes;
     for (int64_t b = slot * bytes; b < stop; b += 64) __builtin_prefetch(static_cast<const char*>(lanes) + b, 0, 2);
   }
 
-  static int64_t row_bytes(const mlspec_attention_args& args) {
-    return mlspec_cache_row_bytes(args.kv_dtype, args.head_dim);
+  static int64_t row_stride(const mlspec_attention_args& args) {
+    return args.cache_stride ? args.cache_stride : mlspec_cache_row_bytes(args.kv_dtype, args.head_dim);
   }
 };
 

@@ -131,7 +131,7 @@ inline void attend_few(const mlspec_attention_args& args, int first, int count, 
   const bool whole = block.rows.in_cache(args, chunk + steps.begin, chunk + steps.end, seen);
   const bool follows = whole && chunk + kChunk + kAhead <= block.rows.end;
   FewQueries few{block.queries + first * block.padded, block.scores, block.weights, block.rescale,
-                 block.outputs + first * block.padded, block.padded, follows ? kAhead * block.rows.row_bytes(args) : 0};
+                 block.outputs + first * block.padded, block.padded, follows ? kAhead * block.rows.row_stride(args) : 0};
   for (int64_t slot = steps.begin; slot < steps.end; slot += kLanes) {
     if (seen.within(chunk + slot, chunk + slot + kLanes).empty()) continue;
     if (!whole) block.rows.prefetch(args, args.keys, chunk + slot + kAhead, chunk + slot + kAhead + kLanes);

@@ -63,10 +63,11 @@ void Decoder::prepare(Pass& pass, int threads) {
   w.qkv.reserve(n * std::max((shape.gated_heads ? 2 : 1) * heads + 2 * shape.kv_heads * shape.head_dim, delta.width()));
   w.head_gates.reserve(shape.gated_heads ? n * heads : 0);
   w.context.reserve(n * context);
-  w.gate_up.reserve(n * 2 * shape.intermediate);
+  w.gate_up.reserve(n * std::max(2 * shape.intermediate, token_inputs.width));
   w.scored.reserve(std::min(kept, kScoredTogether) * shape.hidden);
   w.normed.reserve(n * shape.hidden);
-  w.row_stride = std::max({2 * shape.hidden + kOutliers, kTileOutputs * kChunk, delta.width()}) + kTileOutputs;
+  reserve_inputs(n);
+  w.row_stride = std::max({2 * shape.hidden + kOutliers, kTileOutputs * kChunk, delta.width(), token_inputs.width}) + kTileOutputs;
   w.rows.reserve(threads * w.row_stride);
   int64_t bytes = 0;
   const auto measure = [&](const Linear& next, int64_t rows) {
@@ -76,6 +77,7 @@ void Decoder::prepare(Pass& pass, int threads) {
     reserve_escaped(next, threads, rows);
   };
   for (const DecoderLayer& l : layers) l.each_linear([&](const Linear& next) { measure(next, n); });
+  if (token_inputs) measure(token_inputs.projection, n);
   measure(head, std::min(kept, kScoredTogether));
   w.acts.reserve(bytes);
   reserve_dense(threads);
@@ -93,11 +95,12 @@ void Decoder::norm_row(const Norm& norm, const float* x, int64_t width, float* y
   row.rms_norm(x, norm.weight, shape.norm_eps, width, y);
 }
 
-// hidden += norm(block), or the block itself, where the layer before left that.
+// hidden += norm(block), or the block itself, where the layer before left that; times its scale.
 void Decoder::settle(const Pending& pending, const float* block, float* hidden, float* room) const {
   if (!pending.waits) return;
   if (pending.norm) norm_row(pending.norm, block, shape.hidden, room);
   cpu_kernels().row.add(pending.norm ? room : block, shape.hidden, hidden);
+  if (pending.scale != 1) cpu_kernels().row.widen(hidden, MLSPEC_FLOAT32, pending.scale, shape.hidden, hidden);
 }
 
 // What waits is added; then the acts of `next` = norm(hidden), or, without one, `normed`; keep: both.
@@ -159,10 +162,10 @@ void Decoder::rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows
 }
 
 // activation(gate) * up, where up lies behind all of gate; or, of an MLP without gates, activation(up) alone.
-void Decoder::activate_piece(const float* gate, int64_t count, float* to) const {
+void Decoder::activate_piece(const float* gate, int64_t inner, int64_t count, float* to) const {
   const mlspec_row_ops& row = cpu_kernels().row;
   if (shape.plain_mlp) return row.activate(gate, shape.activation, count, to);
-  row.activate_mul(gate, gate + shape.intermediate, shape.activation, count, to);
+  row.activate_mul(gate, gate + inner, shape.activation, count, to);
 }
 
 // acts of down, made of what activate_piece gives, which takes the place of gate where it is rotated.
@@ -171,17 +174,17 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
   const CpuKernels& kernels = cpu_kernels();
   const mlspec_acts acts = acts_for(down, rows);
   Workspace& w = *work_;
-  const int64_t width = shape.intermediate;
+  const int64_t width = layer.intermediate;
   if (down.rotates()) {
     share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
       for (int64_t n = row; n < row_end && k < width; ++n) {
         float* const gate = w.gate_up.data() + n * 2 * width + k;
-        activate_piece(gate, std::min(k_end, width) - k, gate);
+        activate_piece(gate, width, std::min(k_end, width) - k, gate);
       }
     });
     return rotate_and_pack(team, w.gate_up.data(), 2 * width, rows, down);
   }
-  if (down.adapter) return activate_whole(team, rows, down);
+  if (down.adapter) return activate_whole(team, rows, layer);
   float* const product = w.rows.data() + team.index() * w.row_stride;
   share_pieces(team, down, acts, [&](int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
     alignas(64) float ordered[2][kChunk];
@@ -189,7 +192,7 @@ void Decoder::activate(Team& team, int64_t rows, const DecoderLayer& layer) {
       const float* const gate = w.gate_up.data() + n * 2 * width;
       float* const to = product + (n - row) * kChunk;
       if (!down.order) {
-        activate_piece(gate + k, k_end - k, to);
+        activate_piece(gate + k, width, k_end - k, to);
         continue;
       }
       gather(gate, down.order + k, k_end - k, ordered[0]);
@@ -210,61 +213,21 @@ void Decoder::mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to
   const Linear* const gate_up[] = {&layer.gate, &layer.up};
   const int parts = shape.plain_mlp ? 1 : 2;
   Workspace& w = *work_;
-  multiply(team, gate_up + 2 - parts, parts, w.gate_up.data(), 2 * shape.intermediate, false, rows);
-  add_adapters(team, gate_up + 2 - parts, parts, w.normed.data(), w.gate_up.data(), 2 * shape.intermediate, rows);
+  multiply(team, gate_up + 2 - parts, parts, w.gate_up.data(), 2 * layer.intermediate, false, rows);
+  add_adapters(team, gate_up + 2 - parts, parts, w.normed.data(), w.gate_up.data(), 2 * layer.intermediate, rows);
   activate(team, rows, layer);
   const Linear* const down[] = {&layer.down};
   multiply(team, down, 1, to, shape.hidden, accumulate, rows);
   add_adapters(team, down, 1, w.inner.data(), to, shape.hidden, rows);
 }
 
-// The row of a nested table: exactly, from what escaped where it is there.
-void Decoder::nested_row(int64_t id, uint16_t* row) const {
-  const Linear& table = nested_embedding;
-  const int64_t* const end = table.escaped.rows + table.escaped.count;
-  const int64_t* const found = std::lower_bound(table.escaped.rows, end, id);
-  if (found != end && *found == id) {
-    std::memcpy(row, table.escaped.weight + (found - table.escaped.rows) * shape.hidden, shape.hidden * sizeof *row);
-    return;
-  }
-  mlspec_linear_args args{};
-  args.weight = table.weight, args.scale = table.scale, args.low = table.low, args.in_features = shape.hidden;
-  mlspec_nested_row(&args, id, row);
-}
-
-// hidden = rows of the table, times embedding_scale, and those of the table of positions.
-void Decoder::embed(Team& team, const Pass& pass) {
-  const int64_t element = shape.embedding_dtype == MLSPEC_FLOAT32 ? 4 : 2;
-  Workspace& w = *work_;
-  auto* const own = reinterpret_cast<uint16_t*>(w.rows.data() + team.index() * w.row_stride);
-  team.share(pass.tokens.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      float* const hidden = w.hidden.data() + i * shape.hidden;
-      if (zipper_embedding.planes) {
-        zipper_row(zipper_embedding, pass.tokens[i], hidden);
-        cpu_kernels().row.narrow(hidden, MLSPEC_BFLOAT16, shape.hidden, own);
-      } else if (!embedding) {
-        nested_row(pass.tokens[i], own);
-      }
-      const char* const row = static_cast<const char*>(embedding) + (embedding ? pass.tokens[i] * shape.hidden * element : 0);
-      const void* const from = embedding ? static_cast<const void*>(row) : own;
-      cpu_kernels().row.widen(from, shape.embedding_dtype, shape.embedding_scale, shape.hidden, hidden);
-      if (!position_embedding) continue;
-      const char* const place = static_cast<const char*>(position_embedding) + pass.positions[i] * shape.hidden * element;
-      float* const position = w.rows.data() + team.index() * w.row_stride;
-      cpu_kernels().row.widen(place, shape.embedding_dtype, 1.0f, shape.hidden, position);
-      cpu_kernels().row.add(position, shape.hidden, hidden);
-    }
-  });
-}
-
 void Decoder::forward(Team& team, Pass& pass) {
   Workspace& w = *work_;
   // All that is asked of the pass is asked before the last barrier: behind it the deciding thread fills the next pass.
   const int64_t n = pass.tokens.size(), kept = pass.kept.size();
-  const int64_t width = (shape.gated_heads ? 2 : 1) * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim;
   if (pass.states) restore_states(team, pass);
   embed(team, pass);
+  embed_inputs(team, pass);
   Pending pending;
   for (size_t i = 0; i < layers.size(); ++i) {
     const DecoderLayer& layer = layers[i];
@@ -277,7 +240,7 @@ void Decoder::forward(Team& team, Pass& pass) {
       delta_net(team, pass, *layer.delta);
     } else {
       const Linear* const qkv[] = {&layer.q, &layer.k, &layer.v};
-      const int64_t parts = shape.grouped_qkv ? 1 : 3;
+      const int64_t parts = shape.grouped_qkv || layer.reuses_keys ? 1 : layer.values_are_keys ? 2 : 3, width = qkv_width(layer);
       const bool adapted = layer.q.adapter || layer.k.adapter || layer.v.adapter;
       normalize(team, n, pending, layer.attention_norm, &layer.q, adapted || pass.choose);
       choose_width(team, pass, 2 * i, n);
@@ -300,14 +263,15 @@ void Decoder::forward(Team& team, Pass& pass) {
     }
     normalize(team, n, pending, layer.mlp_norm, inner, keeps);
     choose_width(team, pass, 2 * i + 1, n);
-    pending = {layer.mlp_out_norm || ranks.sum, layer.mlp_out_norm};
+    const float scale = layer.inputs ? 1.0f : layer.scale;
+    pending = {layer.mlp_out_norm || ranks.sum || scale != 1, layer.mlp_out_norm, scale};
     if (layer.experts) {
       visit_experts(team, *layer.experts, n, pending.waits);
-      sum_over_ranks(team, n);
-      continue;
+    } else {
+      mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
     }
-    mlp(team, n, layer, pending.waits ? w.block.data() : w.hidden.data(), !pending.waits);
     sum_over_ranks(team, n);
+    if (layer.inputs) pending = add_inputs(team, n, pending, i);
   }
   tap(team, pass, pending, layers.size());
   for (int64_t first = 0; first < kept; first += kScoredTogether) {

@@ -1,5 +1,6 @@
 // What does a whole decoder compute, and in which order? One pass from token ids to the best next tokens, no torch.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -8,6 +9,7 @@
 
 #include "decoder_delta.h"
 #include "decoder_experts.h"
+#include "decoder_inputs.h"
 #include "decoder_linear.h"
 #include "decoder_states.h"
 #include "../kernels.h"
@@ -27,6 +29,13 @@ struct Norm {
 struct Pending {
   bool waits = false;
   Norm norm;  // none: it is added as it is
+  float scale = 1;  // what the stream is multiplied by behind that; 1 where nothing waits
+};
+
+// What a layer adds behind its MLP: out_norm(projection(activation(gate x) * its inputs of the token)).
+struct LayerInputs {
+  Linear gate, projection;  // [width][hidden] and [hidden][width]
+  Norm out_norm;
 };
 
 // A decoder layer of the Llama family.
@@ -34,29 +43,41 @@ struct DecoderLayer {
   Linear q, k, v, o, gate, up, down;  // q: of queries, keys and values where qkv is grouped
   std::shared_ptr<Experts> experts;  // in place of gate, up and down; null: these
   std::shared_ptr<DeltaNet> delta;   // in place of q, k, v and o; null: these
+  std::shared_ptr<LayerInputs> inputs;  // of its own, behind the MLP; null: none
+  int64_t kv_heads = 0, head_dim = 0, intermediate = 0;  // at most those of DecoderShape
   int64_t kv_index = 0;              // of its keys and values, which a delta net has none of
+  bool reuses_keys = false;          // those of an earlier layer: it has no k and v, and writes none
+  bool values_are_keys = false;      // as k computes them, neither normed nor rotated: it has no v
   Norm attention_norm, mlp_norm;  // none: the block reads the residual stream itself (OLMo 2)
   Norm attention_out_norm, mlp_out_norm;  // between a block and its residual: Gemma 2 and 3
   Norm q_norm, k_norm;  // per head: Qwen3, Gemma 3; over all heads: OLMoE
   int64_t q_norm_width = 0, k_norm_width = 0;  // elements that are normed together
+  Norm v_norm;             // of values, per head
+  float scale = 1;         // what the residual stream is multiplied by behind it
+  QueryScale query_scale;  // of positions far back
   const float* sinks = nullptr;  // [heads], or null: mlspec_attention_args::sinks
   int64_t window = 0;      // 0: full attention
+  int64_t span = 0;        // mlspec_attention_args::span
   int64_t rope_table = 0;  // which of Decoder::ropes
 
   // f(linear) for all that lie in the layer itself, also those that it has none of; experts have theirs.
   template <class F>
   void each_linear(F&& f) const {
     for (const Linear* linear : {&q, &k, &v, &o, &gate, &up, &down}) f(*linear);
+    for (const Linear* linear : {inputs ? &inputs->gate : nullptr, inputs ? &inputs->projection : nullptr})
+      if (linear) f(*linear);
     if (!delta) return;
     for (const Linear* linear : {&delta->qkv, &delta->z, &delta->b, &delta->a, &delta->out}) f(*linear);
   }
 };
 
 struct RopeTable {
-  const float* cos = nullptr;  // [positions][rotary_dim / 2]
+  const float* cos = nullptr;  // [positions][half]
   const float* sin = nullptr;
+  int64_t half = 0;  // of the elements that are rotated
 };
 
+// Key heads, head_dim and intermediate: of the widest layer.
 struct DecoderShape {
   int64_t hidden, heads, kv_heads, head_dim, intermediate, vocab, embeddings, rotary_dim, positions;
   float norm_eps, embedding_scale, attention_scale, attention_softcap, logit_softcap;
@@ -72,11 +93,13 @@ struct DecoderShape {
   bool gated_heads;        // q gives of every head its query and, behind it, a gate of what the head gives
 };
 
-// Keys and values of a batch: [layers that have some][2][batch][kv_heads][slots] rows of mlspec_cache_row_bytes, of different lengths.
+// Keys and values of a batch: [layers that have some][2][batch][kv_heads][slots] rows of row_bytes, of different lengths. Of layers with fewer
+// key heads, or shorter heads, the first ones, and the beginning of a row.
 struct RaggedKv {
   void* data = nullptr;
   int64_t layers = 0, batch = 0, slots = 0;
   mlspec_dtype dtype = MLSPEC_FLOAT32;  // the decoder's kv_dtype, or rows of codes
+  int64_t heads = 0, row_bytes = 0;
 };
 
 class Decoder;
@@ -157,7 +180,10 @@ class Decoder {
   std::vector<RopeTable> ropes;
   DeltaShape delta;                         // of all layers that are delta nets
   std::vector<const DeltaNet*> delta_nets;  // these
-  int64_t num_kv_layers() const { return layers.size() - delta_nets.size(); }
+  int64_t num_kv_layers() const {
+    return std::count_if(layers.begin(), layers.end(), [](const DecoderLayer& l) { return !l.delta && !l.reuses_keys; });
+  }
+  TokenInputs token_inputs;  // of layers that have some of their own
   const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested, or holds codes
   Linear nested_embedding;
   ZipperTable zipper_embedding;
@@ -213,11 +239,14 @@ class Decoder {
   void settle(const Pending& pending, const float* block, float* hidden, float* room) const;
   void normalize(Team& team, int64_t rows, const Pending& pending, const Norm& norm, const Linear* next, bool keep = false);
   void norm_heads(const Norm& norm, int64_t norm_width, int64_t width, float* heads) const;
-  int64_t queries_at(int64_t kv_head) const;
-  int64_t key_at(int64_t kv_head) const;
-  int64_t value_at(int64_t kv_head) const;
+  int64_t qkv_width(const DecoderLayer& layer) const;
+  int64_t queries_at(const DecoderLayer& layer, int64_t kv_head) const;
+  int64_t key_at(const DecoderLayer& layer, int64_t kv_head) const;
+  int64_t value_at(const DecoderLayer& layer, int64_t kv_head) const;
   void turn_heads(const DecoderLayer& layer, int64_t position, float* qkv) const;
-  void part_gates(const float* from, float* queries, float* gates) const;
+  void part_gates(const DecoderLayer& layer, const float* from, float* queries, float* gates) const;
+  void write_keys(const Pass& pass, const DecoderLayer& layer, int64_t token, float* qkv);
+  char* lane(const RaggedKv& kv, const DecoderLayer& layer, int64_t which, int64_t row, int64_t head) const;
   void attention(Team& team, const Pass& pass, const DecoderLayer& layer);
   void restore_states(Team& team, const Pass& pass);
   bool shares_inputs(const DeltaNet& net) const;
@@ -225,8 +254,11 @@ class Decoder {
   void pack_rows(Team& team, const float* x, int64_t stride, int64_t rows, const Linear& next);
   void rotate_and_pack(Team& team, float* x, int64_t stride, int64_t rows, const Linear& next);
   void activate(Team& team, int64_t rows, const DecoderLayer& layer);
-  void activate_whole(Team& team, int64_t rows, const Linear& down);
-  void activate_piece(const float* gate, int64_t count, float* to) const;
+  void activate_whole(Team& team, int64_t rows, const DecoderLayer& layer);
+  void activate_piece(const float* gate, int64_t inner, int64_t count, float* to) const;
+  void reserve_inputs(int64_t n);
+  void embed_inputs(Team& team, const Pass& pass);
+  Pending add_inputs(Team& team, int64_t rows, const Pending& pending, int64_t index);
   void sum_over_ranks(Team& team, int64_t rows);
   void gather_over_ranks(Team& team, int64_t rows, float* logits);
   void mlp(Team& team, int64_t rows, const DecoderLayer& layer, float* to, bool accumulate);
@@ -236,7 +268,7 @@ class Decoder {
   void plan_visits(const Experts& experts, int64_t rows);
   void add_visit(const Experts& experts, int64_t expert, int64_t first, int64_t own, int64_t rows);
   void plan_products(const Experts& experts);
-  void pack_visits(Team& team);
+  void pack_visits(Team& team, const Experts& experts);
   void multiply_products(Team& team, const Products& products);
   void activate_visits(Team& team, const Experts& experts);
   void sum_experts(Team& team, const Experts& experts, int64_t rows, bool has_norm_behind);

@@ -65,14 +65,14 @@ void Decoder::add_adapters(Team& team, const Linear* const* parts, int count, co
 }
 
 // As `activate`, for a down that has an adapter: the products stay, in `inner`, for that.
-void Decoder::activate_whole(Team& team, int64_t rows, const Linear& down) {
+void Decoder::activate_whole(Team& team, int64_t rows, const DecoderLayer& layer) {
   Workspace& w = *work_;
-  const int64_t width = shape.intermediate;
+  const int64_t width = layer.intermediate;
   team.share(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n)
-      activate_piece(w.gate_up.data() + n * 2 * width, width, w.inner.data() + n * width);
+      activate_piece(w.gate_up.data() + n * 2 * width, width, width, w.inner.data() + n * width);
   });
-  pack_rows(team, w.inner.data(), width, rows, down);
+  pack_rows(team, w.inner.data(), width, rows, layer.down);
 }
 
 }  // namespace mlspec

@@ -122,6 +122,7 @@ void Decoder::reserve_experts(int threads, int64_t n) {
     w.weights.reserve(n * e.places());
     w.place.reserve(n * e.places());
     w.visitors.reserve(n * e.places());
+    w.input_weights.reserve(e.weighs_inputs ? n * e.places() : 0);
     w.expert_out.reserve(n * e.places() * shape.hidden);
     int64_t floats = routed * 2 * inner;
     int64_t in = bytes_of_visits(acts_for(e.up[0], routed), visits), mid = bytes_of_visits(acts_for(e.down[0], routed), visits);
@@ -145,7 +146,7 @@ void Decoder::visit_experts(Team& team, const Experts& experts, int64_t rows, bo
   route(team, experts, rows);
   if (team.index() == 0) plan_visits(experts, rows);
   team.barrier();
-  pack_visits(team);
+  pack_visits(team, experts);
   multiply_products(team, work_->up_products);
   activate_visits(team, experts);
   multiply_products(team, work_->down_products);
@@ -193,6 +194,7 @@ void Decoder::plan_visits(const Experts& experts, int64_t rows) {
     const int64_t at = next[expert]++;
     w.visitors.data()[at] = static_cast<int32_t>(token);
     w.place.data()[token * experts.places() + which] = static_cast<int32_t>(at);
+    if (experts.weighs_inputs) std::swap(w.input_weights.data()[at] = 1.0f, w.weights.data()[token * experts.places() + which]);
   };
   for (int64_t token = 0; token < rows; ++token) {
     for (int64_t i = 0; i < experts.chosen; ++i) put(w.chosen.data()[token * experts.chosen + i], token, i);
@@ -213,7 +215,7 @@ void Decoder::add_visit(const Experts& experts, int64_t expert, int64_t first, i
   visit.in.data = last ? behind(last->in) : w.expert_acts.data();
   visit.mid.data = last ? behind(last->mid) : w.expert_acts.data();
   if (last) visit.gate_up = last->gate_up + last->rows * 2 * last->inner;
-  if (last && rows == 1 && !shared) visit.packs = false, visit.in.data = last->in.data;
+  if (last && rows == 1 && !shared && !experts.weighs_inputs) visit.packs = false, visit.in.data = last->in.data;
   for (int64_t row = 0; row < own; row += kTileOutputs)
     w.row_tiles.push_back({static_cast<int64_t>(w.visits.size()), row, std::min(row + kTileOutputs, own)});
   w.visits.push_back(visit);
@@ -242,7 +244,7 @@ void Decoder::plan_products(const Experts& experts) {
   }
 }
 
-void Decoder::pack_visits(Team& team) {
+void Decoder::pack_visits(Team& team, const Experts& experts) {
   Workspace& w = *work_;
   float* const own = w.rows.data() + team.index() * w.row_stride;
   share_tiles(team, w.row_tiles, w.visits, shape.hidden, [&](const Visit& visit, int64_t row, int64_t row_end, int64_t k, int64_t k_end) {
@@ -250,7 +252,12 @@ void Decoder::pack_visits(Team& team) {
     k_end = std::min(k_end, shape.hidden);
     for (int64_t n = row; n < row_end; ++n) {
       const float* const x = w.normed.data() + w.visitors.data()[visit.first + n] * shape.hidden;
-      std::memcpy(own + (n - row) * kChunk, x + k, (k_end - k) * sizeof(float));
+      float* const to = own + (n - row) * kChunk;
+      if (experts.weighs_inputs) {
+        cpu_kernels().row.widen(x + k, MLSPEC_FLOAT32, w.input_weights.data()[visit.first + n], k_end - k, to);
+        continue;
+      }
+      std::memcpy(to, x + k, (k_end - k) * sizeof(float));
     }
     const mlspec_pack_args pack{own - row * kChunk - k, kChunk, &visit.in};
     cpu_kernels().pack_rows(&pack, row, row_end, k, k_end);

@@ -25,6 +25,7 @@ struct Experts {
   const float* choice_bias = nullptr;  // [count]
   int64_t groups = 1, chosen_groups = 1;  // of equally many experts; at most kMostGroups
   float scale = 1;
+  bool weighs_inputs = false;  // weights multiply what an expert reads, not what it gives
   bool in_turns = false;     // gate and up, which mlspec_row_ops::gate_pairs reads with slope and limit; none is shared
   float slope = 0, limit = 0;
   std::vector<Linear> up;    // of each expert [2 inner][hidden]: rows of gate, then of up, or both in turns

@@ -49,6 +49,7 @@ struct Decoder::Workspace {
   Buffer<float> head_gates; // [n][heads * head_dim], where heads have gates
   Buffer<float> context;    // [n][heads * head_dim]
   Buffer<float> gate_up;    // [n][2 * intermediate]
+  Buffer<float> layer_inputs; // [n][layers][TokenInputs::width]
   Buffer<float> block;      // [n][hidden], a block's output where a norm follows it
   Buffer<float> scored;     // [kScoredTogether][hidden]
   Buffer<float> logits;     // [kScoredTogether][vocab], where nobody asked for them
@@ -68,6 +69,7 @@ struct Decoder::Workspace {
   Buffer<int32_t> chosen;            // [n][chosen]
   Buffer<float> weights;             // [n][places]
   Buffer<int32_t> place, visitors;   // [n][places]: in which row of its visit a token is; the token of each such row
+  Buffer<float> input_weights;       // [n][places]: what the inputs of each such row are multiplied by
   Buffer<float> expert_gate_up, expert_out;
   Buffer<char> expert_acts;          // inputs of up, then of down
   std::vector<int64_t> next;         // [experts + 1], while visits are planned

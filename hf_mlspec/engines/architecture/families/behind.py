@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..description import HALF_FUSED, WITHOUT_WINDOW
+from ..description import HALF_FUSED, WITHOUT_WINDOW, LayerInputs
 from .rms import BY_LAYER, HEADS, LLAMA, PRE
 
 _SANDWICH = {
@@ -24,6 +24,20 @@ _GEMMA = replace(
     logit_softcap="final_logit_softcapping",
     **BY_LAYER,
 )
+_GEMMA4 = replace(
+    _GEMMA,
+    class_name="Gemma4ForCausalLM",
+    norm="rms",
+    norms={**_SANDWICH, **HEADS},
+    positions="rotary by layer type",
+    heads="by layer",
+    values="own, or keys",
+    value_norm="self_attn.v_norm",
+    shared_keys="is_kv_shared_layer",
+    layer_inputs=LayerInputs(),
+    layer_scale="layer_scalar",
+    unset=("enable_moe_block",),
+)
 _OLMO = replace(LLAMA, class_name="Olmo2ForCausalLM", norms={**_BEHIND, **HEADS}, head_norms="all heads")
 ENTRIES = (
     replace(_GEMMA, attention_softcap="attn_logit_softcapping"),
@@ -33,6 +47,7 @@ ENTRIES = (
         norms={**_SANDWICH, **HEADS},
         positions="rotary by layer type",
     ),
+    _GEMMA4,
     _OLMO,
     replace(_OLMO, class_name="Olmo3ForCausalLM", positions="rotary by layer type", **BY_LAYER),
     replace(
