@@ -33,6 +33,7 @@ TRANSFORMERS_ALLOWED = (
 # may enter.
 TIMES_ROOMS = {
     "eval/bench_kernels/contenders.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
+    "eval/bench_kernels/weights.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/bench_context/attention.py": ("hf_mlspec.ops", "hf_mlspec.formats"),
     "eval/cache_rotation/": ("hf_mlspec.formats",),
     "eval/nested_quality/": ("hf_mlspec.formats",),

@@ -88,6 +88,7 @@ class Format:
     value_checks: Mapping[str, ValueCheck] | None = field(default=None, hash=False)
     require_group: Callable[[int, int], None] | None = None  # (group, in_features); None: a group that divides
     options: tuple[Option, ...] = ()
+    require_together: Callable[..., Any] = lambda **options: None  # ValueError for options that do not fit each other
     stored_bits: Callable[..., int] = lambda **options: 8
     least_bits: Callable[..., int] = lambda **options: 1
     casts: tuple[CastWord, ...] = ()

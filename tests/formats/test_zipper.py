@@ -140,6 +140,7 @@ def test_splits_that_there_are_not(options, message):
     ("options", "message"),
     [
         ({"bits": 9}, "bits is 9, zipper has 4 or 5 or 6 or 7 or 8"),
+        ({"bits": 5}, "zipper: low_bits is 4 of 5 bits, the high part needs 2 of them: choose 2 to 3"),
         ({"mode": "halved"}, "mode is 'halved', zipper has 'exact' or 'paper' or 'clamp'"),
         ({"high_part": "disk"}, "high_part is 'disk', zipper has 'device' or 'host'"),
         ({"smoothing": "auto"}, r"method 'smoothquant' chooses codes on a text: add calibration"),

@@ -117,6 +117,7 @@ FORMAT = Format(
         Option("mode", "exact", "exact, paper (halved low part) or clamp (the best draft)", MODES, shapes=True),
         Option("high_part", "device", "device, or host: on a GPU the CPU adds the high part", HIGH_PARTS, shapes=True),
     ),
+    require_together=lambda bits=6, low_bits=4, mode="exact", **others: Split(bits, low_bits, mode).require(),
     reads_part=True,
     stays_whole=True,
 )  # fmt: skip

@@ -264,6 +264,7 @@ def _require_own(record: Format, given: dict[str, Any]) -> None:
             option.check(value, record.written)
         except ValueError as error:
             raise ValueError(f"MLSpecConfig: {error}") from error
+    record.require_together(**given)
 
 
 def _planes_of(record: Format | None, num_planes: int | str, others: dict[str, Any]) -> int | str:

@@ -45,6 +45,39 @@ struct SignedCodes {
     if constexpr (!kHasZeros) return _mm512_permutexvar_epi8(bytes, table);
     return _mm512_sub_epi8(_mm512_and_si512(bytes, mask), zeros);
   }
+  void block(const uint8_t* weight, __m512i zeros, int8_t (*to)[64]) const {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i both = _mm512_loadu_si512(weight + 64 * j);
+      _mm512_store_si512(to[2 * j], low(both, zeros));
+      _mm512_store_si512(to[2 * j + 1], low(_mm512_srli_epi16(both, 4), zeros));
+    }
+  }
+};
+
+// The same of bit-planes, whose operands are put in the order of x: four neighbours lie in the even, or the odd, bytes of two.
+template <bool kMany>
+struct SignedCodes<Planes<kMany>, false> {
+  PlaneOperands unpack;
+  __m512i zero, even, odd;
+  explicit SignedCodes(const mlspec_linear_args& a)
+      : unpack(a), zero(_mm512_set1_epi8(static_cast<char>(Planes<kMany>::offset(a)))) {
+    const __m512i lanes = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                             _mm512_set1_epi32(0x04040404));
+    even = _mm512_add_epi8(lanes, _mm512_set1_epi32(0x42400200));
+    odd = _mm512_add_epi8(lanes, _mm512_set1_epi32(0x43410301));
+  }
+  static __m512i zeros(const mlspec_linear_args&, int64_t) { return _mm512_setzero_si512(); }
+  void block(const uint8_t* weight, __m512i, int8_t (*to)[64]) const {
+    __m512i operands[8];
+    Planes<kMany>::read(unpack, weight, operands);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i first = operands[2 * j], second = operands[2 * j + 1];
+      _mm512_store_si512(to[j], _mm512_sub_epi8(_mm512_permutex2var_epi8(first, even, second), zero));
+      _mm512_store_si512(to[4 + j], _mm512_sub_epi8(_mm512_permutex2var_epi8(first, odd, second), zero));
+    }
+  }
 };
 
 // T tiles of outputs times M tiles of tokens, S blocks of 32 elements at a step: both operands of a tile instruction are full
@@ -81,10 +114,10 @@ struct Product {
   template <int kCount>
   void run(int64_t tile, int64_t token, int rows) {
     for (int i = 0; i < kCount; ++i) std::memset(acc[i], 0, rows * sizeof acc[i][0]);
-    const int64_t tile_bytes = steps * S * kTileBytes;
+    const int64_t tile_bytes = steps * S * Format::kBlockBytes;
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
     const int8_t* step_x = x + token * in;
-    const TileStreams streams(tile_bytes, kCount);
+    const TileStreams streams(tile_bytes, kCount, Format::kAhead);
     for (int i = 0; i < kCount; ++i) unpack_step(tile + i, 0, weight + i * tile_bytes, streams.ahead, codes[i]);
     int64_t step = 0;
     for (int64_t g = 0; g < groups; ++g) {
@@ -92,7 +125,7 @@ struct Product {
       for (int64_t s = 1; s <= group_steps; ++s, step_x += kStep) {
         const int64_t next = std::min(++step, steps - 1);  // the last step is unpacked twice
         const int64_t next_group = s < group_steps || step == steps ? g : g + 1;
-        add_step<0, kCount>(tile, next_group, weight, next * S * kTileBytes, streams, step_x, step % 2);
+        add_step<0, kCount>(tile, next_group, weight, next * S * Format::kBlockBytes, streams, step_x, step % 2);
       }
       add_group<0, kCount>(tile, token, g, rows);
     }
@@ -101,16 +134,11 @@ struct Product {
   }
 
   inline void unpack_step(int64_t tile, int64_t g, const uint8_t* bytes, int64_t ahead, int8_t (*to)[64]) const {
-    const __m512i zeros = unpack.zeros(a, (tile * groups + g) * kTileOutputs);
+    const __m512i zeros = unpack.zeros(a, Format::scale_row(a, tile, g, groups) * kTileOutputs);
 #pragma GCC unroll 2
     for (int s = 0; s < S; ++s) {
-      Isa::prefetch(bytes + ahead + s * kTileBytes);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const __m512i both = _mm512_loadu_si512(bytes + s * kTileBytes + 64 * j);
-        _mm512_store_si512(to[8 * s + 2 * j], unpack.low(both, zeros));
-        _mm512_store_si512(to[8 * s + 2 * j + 1], unpack.low(_mm512_srli_epi16(both, 4), zeros));
-      }
+      Format::prefetch(a, bytes + ahead + s * Format::kBlockBytes);
+      unpack.block(bytes + s * Format::kBlockBytes, zeros, to + 8 * s);
     }
   }
 
@@ -143,7 +171,7 @@ struct Product {
     if constexpr (i < kCount) {
       if constexpr (M == 2) store<i * M>(dots[i * M], 64);
       store<i * M + M - 1>(dots[i * M + M - 1], 64);
-      const __m512 scale = Format::scale(a, ((tile + i) * groups + g) * kTileOutputs);
+      const __m512 scale = Format::scale(a, Format::scale_row(a, tile + i, g, groups) * kTileOutputs);
       const int32_t* sums = dots[i * M][0];
       for (int64_t t = 0, place = token * groups + g; t < rows; ++t, place += groups) {
         const __m512 dot = Isa::to_float(_mm512_load_si512(sums + t * kTileOutputs));
@@ -169,7 +197,7 @@ constexpr int64_t kFromSmallGroups = 12, kFromGroups = 6;
 template <class Format, bool kHasZeros, int S>
 void matrix_linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   constexpr int64_t kPanelBytes = 256 * 1024, kPart = 2 * kTileRows;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = Format::bytes_read(a);
   const int64_t tile_end = (out_end + kTileOutputs - 1) / kTileOutputs, parts = (tokens + kPart - 1) / kPart;
   const int64_t panel = parts == 1 ? tile_end : std::max<int64_t>(4, kPanelBytes / tile_bytes / 4 * 4);
   for (int64_t tile = out_begin / kTileOutputs; tile < tile_end; tile += panel) {
@@ -199,7 +227,12 @@ extern "C" void mlspec_nested_linear_int8_amx(const mlspec_linear_args* args, in
   matrix_linear<Nested, false, 1>(*args, begin, end);
 }
 
-MLSPEC_LINEAR(bitplane_linear_int8_amx, bitplane_linear_int8)
+extern "C" void mlspec_bitplane_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
+  const bool small_groups = args->acts->group == kBlock;
+  if (args->acts->num_rows < kFromGroups || small_groups) return bitplane_linear_int8(*args, begin, end);
+  if (args->num_planes == kNibblePlanes + 1) return matrix_linear<Planes<false>, false, 2>(*args, begin, end);
+  matrix_linear<Planes<true>, false, 2>(*args, begin, end);
+}
 
 extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   const bool small_groups = args->group == kBlock;

@@ -53,7 +53,13 @@ struct Planes {
   template <int N>
   static inline __attribute__((always_inline)) void add_block(const PlaneOperands& unpack, const uint8_t* block, const int8_t* x,
                                                               Isa::Int (&dots)[N]) {
-    Isa::Int codes[4], above[4], operands[8];
+    Isa::Int operands[8];
+    read(unpack, block, operands);
+    Isa::add_operands<Planes, N>(operands, x, dots);
+  }
+  static inline __attribute__((always_inline)) void read(const PlaneOperands& unpack, const uint8_t* block,
+                                                         Isa::Int (&operands)[8]) {
+    Isa::Int codes[4], above[4];
     if (!kMany) {
       nibbles<Isa::Bits>(block, unpack.plane_bytes, 1, above);
       nibbles<Isa::Bits>(block + unpack.plane_bytes, unpack.plane_bytes, kNibblePlanes, codes);
@@ -70,7 +76,6 @@ struct Planes {
       operands[s] = (codes[s] & unpack.low) | (raised & unpack.high);
       operands[4 + s] = (Isa::Bits::template shift_right<4>(codes[s]) & unpack.low) | (above[s] & unpack.high);
     }
-    Isa::add_operands<Planes, N>(operands, x, dots);
   }
 };
 
