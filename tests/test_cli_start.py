@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -66,7 +65,8 @@ class Slow:
             import time
             print("importing", flush=True)
             try:
-                time.sleep(30)
+                while True:  # a signal that comes just before a sleep is seen behind it
+                    time.sleep(0.1)
             except BaseException as error:  # as some libraries do around an import of their own
                 raise RuntimeError("an import failed") from error
 sys.meta_path.insert(0, Slow())
@@ -83,10 +83,11 @@ def test_an_interrupt_during_imports_is_quiet():
                                stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal)
     assert running.stdout.readline() == "importing\n"
     running.send_signal(signal.SIGINT)
-    begun = time.monotonic()
-    _, said = running.communicate(timeout=20)
+    try:
+        _, said = running.communicate(timeout=600)  # the import has no end: whatever ends was interrupted
+    finally:
+        running.kill()
     assert (running.returncode, said) == (130, "mlspec: interrupted\n")
-    assert time.monotonic() - begun < 10
 
 
 def test_a_signal_handler_that_is_there_stays(monkeypatch, capsys):

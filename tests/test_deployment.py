@@ -1,7 +1,8 @@
 """Do the files of deploy/ say what Docker, Compose and systemd understand, and start a command that there is?
 
 No daemon is asked: the files are parsed, their commands are read by the command line's own parser, and the shell and
-the Python in them by theirs. An image is not built.
+the Python in them by theirs. Where systemd or Compose are installed, they read their file, too. An image is not built;
+tests/serving/test_unit_command.py starts what the unit starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -136,6 +138,48 @@ def test_the_unit_starts_it_and_waits_for_answers():
     assert args.api_key_file == "${CREDENTIALS_DIRECTORY}/" + unit["Service"]["LoadCredential"].split(":")[0]
     assert int(unit["Service"]["TimeoutStopSec"]) > args.grace
     assert unit["Service"]["NoNewPrivileges"] == unit["Service"]["DynamicUser"] == "yes"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize(("word", "other", "told"), [
+    ("", "", ""), ("NoNewPrivileges=", "NoNewPriviledges=", "Unknown key 'NoNewPriviledges' in section [Service]"),
+    ("TimeoutStopSec=45", "TimeoutStopSec=soon", "Failed to parse time value"),
+])  # fmt: skip
+def test_systemd_reads_the_unit_and_says_nothing_of_it(tmp_path, word, other, told):
+    """It asks whether the program is there: the tests' own stands for it."""
+    text = (DEPLOY / "mlspec.service").read_text()
+    program = re.search(r"^ExecStart=(\S+)", text, re.MULTILINE)[1]
+    (tmp_path / "mlspec.service").write_text(text.replace(program, sys.executable).replace(word, other))
+    found = subprocess.run(["systemd-analyze", "verify", "--man=no", str(tmp_path / "mlspec.service")],
+                           capture_output=True, text=True, check=False)
+    assert found.returncode == 0
+    assert told in found.stdout + found.stderr
+    assert bool(found.stdout + found.stderr) == bool(told)
+
+
+def compose_commands() -> list[list[str]]:
+    """`docker compose` and `docker-compose`, those that are installed."""
+    known = [["docker", "compose"], ["docker-compose"]]
+    return [words for words in known if shutil.which(words[0]) is not None
+            and subprocess.run([*words, "version"], capture_output=True, check=False).returncode == 0]
+
+
+def test_compose_reads_its_file_and_means_what_we_do(tmp_path):
+    """`config` needs no daemon: it checks the file against Compose's own schema and prints what it understood."""
+    if not (commands := compose_commands()):
+        pytest.skip("Compose is not installed")
+    for words in commands:
+        found = subprocess.run([*words, "-f", str(DEPLOY / "compose.yaml"), "config"], capture_output=True, text=True,
+                               check=False)
+        assert found.returncode == 0, found.stderr
+        one = yaml.safe_load(found.stdout)["services"]["mlspec"]
+        assert (Path(one["build"]["context"]), one["build"]["dockerfile"]) == (ROOT, "deploy/Dockerfile")
+        assert "127.0.0.1" in str(one["ports"])
+        (tmp_path / "compose.yaml").write_text("services: {mlspec: {image: mlspec, read_onyl: true}}\n")
+        wrong = subprocess.run([*words, "-f", str(tmp_path / "compose.yaml"), "config"], capture_output=True,
+                               text=True, check=False)
+        assert wrong.returncode != 0
+        assert "read_onyl" in wrong.stderr
 
 
 def test_no_build_product_and_no_history_goes_into_the_image():

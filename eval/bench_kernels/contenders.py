@@ -29,6 +29,7 @@ SLAB = 64  # rows; a multiple of every interleaving of rows that a peer uses
 LARGEST_ERROR = 0.25  # relative, root mean square; 4 bits cost 0.1, a misread weight costs 1 or more
 PLANES, PLANES_GROUP = 8, 128
 OF_TWO_PLANES = 0.6  # the error of 2 of 8 planes, whose scale is that of the largest weight
+OF_FOUR_BITS = 0.4  # of activations in groups of 64
 
 
 class Ours:
@@ -232,6 +233,20 @@ def our_zipper(w: Weights, mode: str, low_only: bool = False) -> Contender:
     return Contender(name, nbytes, lambda copies: Ours(tuple(tiles), run, copies), ours=True)
 
 
+def low_on_integers(w: Weights, mode: str, bits: int) -> Contender:
+    """The low part alone times activations of so many bits: bit-planes, or int4 codes where it has 4 bits."""
+    slab, tiles = w.zipper_tiles(mode)
+
+    def run(x, *tensors):
+        return ops.zipper_low_linear(x, *tensors, w.out_features, how=slab.how, activation_bits=bits)
+
+    name = f"zipper {mode}, low part ({slab.how.low_planes} bits) x {_activations(bits)}"
+    most = OF_FOUR_BITS if bits == 4 else LARGEST_ERROR
+    own = tuple(tiles[:2])
+    return Contender(name, sum(part.nbytes for part in own), lambda copies: Ours(own, run, copies), ours=True,
+                     largest_error=most, slab=slab.dequantize(low_only=True))
+
+
 def high_parts(w: Weights, mode: str) -> list[Contender]:
     """The sparse high part alone: ours from tables of inputs, then the same matrix as torch's sparse rows, and dense;
     where it is -1, 0 and 1 also from tables that every group looks up, as signed rows, and by int4 codes that each
@@ -317,6 +332,9 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
     elif op == "zipper_linear":
         ours = [our_zipper(w, mode) for mode in ("exact", "paper", "clamp")] + [our_zipper(w, "clamp", low_only=True)]
         peers = [replace(one, ours=False) for one in (our_planes(w, 8), our_int4(w, 128, 16), our_bf16(w))]
+    elif op == "bitplane_integers":
+        ours = [low_on_integers(w, "clamp", bits) for bits in (8, 4, 16)]
+        peers = [replace(low_on_integers(w, "paper", bits), ours=False) for bits in (8, 4, 16)]
     elif op == "zipper_high_linear":
         return [*high_parts(w, "exact"), *high_parts(w, "clamp")]
     else:
@@ -326,7 +344,7 @@ def contenders(op: str, w: Weights, ggml_folder: Path | None) -> list[Contender]
 
 
 OPS = ("mxfp4_linear", "int4_linear", "bf16_linear", "nested_linear", "bitplane_linear", "lut_linear",
-       "int4_int8_linear", "zipper_linear", "zipper_high_linear")
+       "int4_int8_linear", "zipper_linear", "zipper_high_linear", "bitplane_integers")
 
 
 def not_compiled() -> str | None:

@@ -9,6 +9,7 @@ rounds    replayed acceptance (eval/traces): seconds of a round, streamed and wi
 captured  the same in rounds that are one graph each, with a tiny model below the top planes, too
 prompts   seconds of a prefill, streamed and resident
 routed    seconds of prompts and tokens at widths that a router picks, and at static ones, streamed and resident
+choosing  seconds of the choices alone for a prompt; on a CPU processor time, beside that of the prompt
 table     the same in calls of generate, beside BF16, in the form of QAQ's Table 1
 drafts    replayed acceptance: rounds whose draft reads the planes that a router picks, beside fixed planes
 kernels   which kernels a prompt and a token of it take
@@ -31,7 +32,7 @@ from . import captured, disk, drafts, kernels, offload, rounds, routed, table
 
 PARTS = {
     "rounds": rounds.lines, "captured": captured.lines, "prompts": rounds.prompts, "routed": routed.lines,
-    "table": table.lines, "drafts": drafts.lines,
+    "choosing": routed.choosing, "table": table.lines, "drafts": drafts.lines,
     "kernels": kernels.lines, "offload": offload.lines, "disk": disk.lines,
 }  # fmt: skip
 

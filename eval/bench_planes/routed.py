@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 import hf_mlspec
 from hf_mlspec.ops import choose_of_prompt, chooses_on_device
 from hf_mlspec.routing.blocks import Block, average_bits, blocks_of
+from hf_mlspec.routing.choice import widths_of
+from hf_mlspec.routing.cpu_engine import RoutedCpuEngine
 from hf_mlspec.routing.device_choice import weights_on_device
 from hf_mlspec.routing.engine import RoutedCudaEngine, RoutedEngine, routed_engine
+from hf_mlspec.routing.features import pooled
 from hf_mlspec.routing.foresight import LEAD, indices
 from hf_mlspec.routing.passes import Routed
 from hf_mlspec.routing.router import Router
@@ -91,8 +94,48 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
         before = beside[one["tokens"], one["widths"]]
         yield {"planes": "streamed", **one, "over": one["prompt_ms"] / before["prompt_ms"] - 1,
                "token_over": one["token_ms"] / before["token_ms"] - 1}  # fmt: skip
-    if chooses_on_device(options.device):
-        yield from (_choosing(router, tokens, options) for tokens in ((16, 64) if options.quick else (256, 2048)))
+    if _by_kernels(options):
+        yield from (_choosing(router, tokens, options) for tokens in _lengths(options))
+
+
+def choosing(options: argparse.Namespace) -> Iterator[dict]:
+    """What the choices of a prompt take by themselves, all planes resident."""
+    model = model_of(options)
+    router = made_router(blocks_of(model))
+    fit_guesses(model, router, options)
+    for tokens in _lengths(options):
+        yield _choosing(router, tokens, options) if _by_kernels(options) else _share(model, router, tokens, options)
+
+
+def _by_kernels(options: argparse.Namespace) -> bool:
+    """Whether one kernel a block chooses; a CPU has the op in plain torch, for tests, and the host chooses there."""
+    return options.device.type == "cuda" and chooses_on_device(options.device)
+
+
+def _lengths(options: argparse.Namespace) -> tuple[int, int]:
+    """Of prompts."""
+    return (16, 64) if options.quick else (256, 2048)
+
+
+def _share(model: PreTrainedModel, router: Router, tokens: int, options: argparse.Namespace) -> dict:
+    """What the choices of all blocks for a prompt take where the host makes them, beside a prompt at known widths: the
+    least processor time of some runs each, which other programs on the machine change little."""
+    engine, known, blocks = _engine(model, router, tokens), known_widths(router), blocks_of(model)
+    x = torch.randn(1, tokens, blocks[0].features, device=options.device, dtype=torch.bfloat16)
+    choosing, prompts = [], []
+    with torch.inference_mode():
+        for _ in range(options.repeats + 1):
+            begin = time.process_time()
+            for place, block in enumerate(blocks):
+                widths_of(router, blocks, place, pooled(x, [tokens], block.name))
+            choosing.append(time.process_time() - begin)
+            engine.start(1, options.device)
+            engine.chosen = [list(known)]
+            begin = time.process_time()
+            engine.feed([torch.randint(0, 100, (tokens,)).tolist()])
+            prompts.append(time.process_time() - begin)
+    found = {"tokens": tokens, "blocks": len(blocks), "choosing_cpu_ms": min(choosing) * 1e3}
+    return found | {"prompt_cpu_ms": min(prompts) * 1e3, "share": min(choosing) / min(prompts)}
 
 
 def _choosing(router: Router, tokens: int, options: argparse.Namespace) -> dict:
@@ -126,7 +169,7 @@ def _all(
     names: tuple = ("known", "routed", "steps", "8"),
 ) -> Iterator[dict]:  # fmt: skip
     known = known_widths(router)
-    for tokens in (16, 64) if options.quick else (256, 2048):
+    for tokens in _lengths(options):
         widths = {"known": known, "routed": None, "steps": None, "8": [8] * len(known)}
         for name in names:
             own = router.choosing("step" if name == "steps" else "prompt")
@@ -137,10 +180,7 @@ def _timed(
     model: PreTrainedModel, router: Router, widths: list[int] | None, tokens: int, options: argparse.Namespace
 ) -> dict:
     """Medians of prompts of random tokens, and of the tokens behind the last one. widths: None: chosen."""
-    engine = routed_engine(
-        model, router, name=None, prepare=True, capacity=tokens + _STEPS + 8, num_positions=None
-    )
-    counts = source_of(model)
+    engine, counts = _engine(model, router, tokens), source_of(model)
     with torch.inference_mode():
         prompts, row, bits = [], [], []
         for _ in range(options.repeats + _SHOWN):
@@ -158,7 +198,12 @@ def _timed(
     }  # fmt: skip
 
 
-def _seconds(engine: RoutedEngine | RoutedCudaEngine, row: list[int]) -> float:
+def _engine(model: PreTrainedModel, router: Router, tokens: int) -> RoutedEngine | RoutedCudaEngine | RoutedCpuEngine:
+    """For a prompt of so many tokens and the steps behind it."""
+    return routed_engine(model, router, name=None, prepare=True, capacity=tokens + _STEPS + 8, num_positions=None)
+
+
+def _seconds(engine: RoutedEngine | RoutedCudaEngine | RoutedCpuEngine, row: list[int]) -> float:
     """Of a pass that ends in a token, which the row gains."""
     begin = time.perf_counter()
     row.append(int(engine.feed([row])[0, -1].argmax()))

@@ -6,10 +6,11 @@
 
 Gap: rows run in a stream, and a request with a long prompt of random tokens joins. Of one running row the longest time
 between two of its rounds from the join until the long prompt has its first token, over the median time before the
-join; once with chunks, and once with prompts read at once. Prefix: requests come one after another, all with
-the same first tokens; time to the first token with prefixes kept over that without. First runs warm up, and their
-figures go to --json alone; medians over the others. Tokens are compared. A model of fewer positions is given more:
-its tokens mean nothing then, and its times are the same.
+join; once with chunks, and once with prompts read at once. longest_at in --json: where it began, 0 as the request came
+and 1 with its first token; gaps_over_3: how many of the gaps were longer than three median ones. Prefix: requests
+come one after another, all with the same first tokens; time to the first token with prefixes kept over that without.
+First runs warm up, and their figures go to --json alone; medians over the others. Tokens are compared. A model of
+fewer positions is given more: its tokens mean nothing then, and its times are the same.
 """
 
 from __future__ import annotations
@@ -116,9 +117,11 @@ def joined(target: PreTrainedModel, levels: list[Any], args: argparse.Namespace,
             first = time.perf_counter()
     gaps = list(pairwise(rounds))
     usual = statistics.median(b - a for a, b in gaps[2:] if b <= asked)
-    worst = max(b - a for a, b in gaps if b > asked and a < first + usual)
+    beside = [(b - a, a) for a, b in gaps if b > asked and a < first + usual]
+    worst, at = max(beside)
     return {"median_gap_ms": 1e3 * usual, "longest_gap_ms": 1e3 * worst, "ratio": worst / usual,
-            "first_token_ms": 1e3 * (first - asked),
+            "first_token_ms": 1e3 * (first - asked), "longest_at": (at - asked) / (first - asked),
+            "gaps": len(beside), "gaps_over_3": sum(gap > 3 * usual for gap, _ in beside),
             "tokens": {"long": tokens["long"], "first": tokens[0][: args.before]}}
 
 

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,9 @@ def _change(phase: Phase, models: list[Asked], ended: threading.Event, chance: r
 
 def sizes() -> dict[str, int]:
     """What this process holds. memory: bytes that are resident; allocated: what malloc gave of them and nobody gave
-    back. chains, programs, graphs: of captured rounds, whoever holds them. A joined thread may be there for a moment:
-    the fewest of some looks."""
+    back; anonymous: resident and of no file, once malloc gave back to the system what it can. chains, programs,
+    graphs: of captured rounds, whoever holds them. A joined thread may be there for a moment: the fewest of some
+    looks."""
     gc.collect()
     tasks = []
     for _ in range(20):
@@ -180,7 +182,8 @@ def sizes() -> dict[str, int]:
         pages = int(file.read().split()[1])
     held = gc.get_objects()
     kinds = Counter(type(one).__name__ for one in held)
-    found = {"memory": pages * os.sysconf("SC_PAGE_SIZE"), "allocated": _allocated(), "threads": min(tasks),
+    found = {"memory": pages * os.sysconf("SC_PAGE_SIZE"), "allocated": _allocated(),
+             "anonymous": _anonymous(), "threads": min(tasks),
              "files": len(os.listdir("/proc/self/fd")), "objects": len(held),
              "tensors": sum(issubclass(type(one), torch.Tensor) for one in held),
              "modules": sum(issubclass(type(one), nn.Module) for one in held),
@@ -204,3 +207,12 @@ def _allocated() -> int:
     ask.restype = _Mallinfo
     said = ask()
     return said.uordblks + said.hblkhd
+
+
+def _anonymous() -> int:
+    """Threads leave free memory behind in heaps of their own, which the next ones may find or not; how much of a file
+    is resident is the system's choice. Neither is growth."""
+    with suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)

@@ -22,13 +22,12 @@ from ..nn.switch import PrecisionSwitch
 from ..nn.transforms import NONE, TransformedLinear
 from ..precision import Bits
 from .architecture import CPU, KNOWN, routing_said
+from .capturing import capturing
 from .rows import cache_format_of
 
 Decoder = TypeVar("Decoder")
 _VERSION = attrgetter("_version")
 _building = threading.Lock()  # threads that ask for the same decoder get one
-# Held while a graph is captured, and where somebody waits for a whole device, which would spoil the capture.
-capturing = threading.Lock()
 
 
 def drop_outdated(model: nn.Module) -> None:

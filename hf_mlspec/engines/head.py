@@ -8,7 +8,7 @@ above has checked them.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class HeadEngine(CachedRows):
         self.follow, self.bits, self.cache_format = None, OWN_BITS, None
         self.device, self.dtype, self.vocab_size = model.device, model.dtype, model.shape.vocab
         self.max_positions: int | None = None
-        self.cache: DecoderCache | None = None
+        self.cache: Any = None  # a DecoderCache, or what `_new_cache` makes
         self.lengths: list[int] = []
         self.forwards, self.seconds = 0, 0.0
         self._rope: tuple[Tensor, Tensor] | None = None
@@ -79,7 +79,7 @@ class HeadEngine(CachedRows):
     def start(self, batch: int, device: torch.device) -> None:
         """An empty cache for `batch` rows, of which nothing is known."""
         self.tap.start(batch, self.capacity, self.device)
-        self.cache = DecoderCache.new(self.model, batch, max(self.capacity, 1), self.cache_format)
+        self.cache = self._new_cache(batch)
         self.lengths, self._sure, self._base = [0] * batch, [0] * batch, [0] * batch
         self.forwards, self.seconds = 0, 0.0
         self._last: Tensor | None = None
@@ -113,7 +113,7 @@ class HeadEngine(CachedRows):
         """
         if guess is not None:
             raise ValueError(
-                f"head {self.model.config.name_or_path} checks no drafts: it stands below all other levels"
+                f"head {self.model.name} checks no drafts: it stands below all other levels"
             )
         begin = time.perf_counter()
         self._feed(rows, alive or [True] * len(rows))
@@ -214,10 +214,17 @@ class HeadEngine(CachedRows):
 
     def trial(self) -> HeadEngine:
         """Another engine over the same head that knows hidden states, zeros, of whatever it is fed: to time it."""
+        return self._like(_Trial)
+
+    def _like(self, kind: type[HeadEngine]) -> HeadEngine:
+        """An engine of this class over the same head, with a tap of its own."""
         shape = self.model.shape
-        made = _Trial(self.model, Tap(shape.taps, shape.target_hidden, self.tap.dtype), self.capacity)
+        made = kind(self.model, Tap(shape.taps, shape.target_hidden, self.tap.dtype), self.capacity)
         made.cache_format = self.cache_format
         return made
+
+    def _new_cache(self, batch: int) -> Any:
+        return DecoderCache.new(self.model, batch, max(self.capacity, 1), self.cache_format)
 
     def _first_pair(self, row: int, tokens: int) -> int:
         """The first pair of a row to read: where hidden states are new, or pairs were not made of any; at least the
@@ -264,10 +271,9 @@ class HeadEngine(CachedRows):
             self._rope = tuple(table[1:].contiguous() for table in self.model.rope(positions + 1))
 
 
-class _Trial(HeadEngine):
-    """Times passes as `speculation.costs.measure` asks for them: one row of which all is known, and a guess."""
-
-    can = replace(HeadEngine.can)
+class TimedRow:
+    """Before an engine of a head: it times passes as `speculation.costs.measure` asks for them, of one row of which
+    all is known, and a guess."""
 
     def feed(self, rows: Rows, guess: Guess | None = None, alive: list[bool] | None = None) -> Tensor:
         behind = guess.tokens.tolist() if guess is not None else [[] for _ in rows]
@@ -279,3 +285,7 @@ class _Trial(HeadEngine):
         self._sure, self._base, self.lengths = [held], [0], [held + 1]
         self._reserve(longest)
         return super().feed(rows)
+
+
+class _Trial(TimedRow, HeadEngine):
+    """See `TimedRow`."""

@@ -22,13 +22,13 @@ ROTATED = ("o", "down")  # linears whose inputs no other linear reads
 def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder: str) -> Slot:
     """What reads the weight of ``linear``, which is ``name`` in its model, in the decoder of these ``slots``.
 
-    UnknownArchitecture for a format without a slot, and for low parts of zipper weights that meet integers and are
-    not int4.
+    UnknownArchitecture for a format without a slot, and on GPUs for low parts of zipper weights that meet integers
+    and are not int4.
     """
-    if linear.switch.bits.activation != 16 and not meets_integers(linear):
+    if linear.switch.bits.activation != 16 and not meets_integers(linear, decoder):
         raise UnknownArchitecture(
-            f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which a "
-            "compiled decoder does where the low part has 4 bits alone (mode 'paper')"
+            f"its {name} linears multiply zipper weights by {linear.switch.bits.activation}-bit activations, which "
+            f"the {decoder} decoder does where the low part has 4 bits alone (mode 'paper')"
         )
     slot = slots.get(linear.format)
     if slot is None:
@@ -36,10 +36,12 @@ def slot_of(slots: Mapping[str, Slot], linear: PackedLinear, name: str, decoder:
     return slot
 
 
-def meets_integers(linear: PackedLinear) -> bool:
-    """Whether a compiled decoder multiplies this weight by all the activation bits that its module knows. A weight
-    without memory does not say of which split it is: yes."""
-    return linear.format != "zipper" or linear.weight_split.is_meta or linear.how.low_is_int4
+def meets_integers(linear: PackedLinear, decoder: str) -> bool:
+    """Whether the "CPU" or "CUDA" decoder multiplies this weight by all the activation bits that its module knows. A
+    weight without memory does not say of which split it is: yes."""
+    if decoder == "CPU" or linear.format != "zipper" or linear.weight_split.is_meta:
+        return True
+    return linear.how.low_is_int4
 
 
 def require_experts(block: ExpertBlock, decoder: str) -> None:

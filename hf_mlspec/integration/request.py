@@ -25,7 +25,7 @@ _OURS = {
     "cache_position",
 }  # fmt: skip
 # Drafting of transformers' own that a user may have asked for.
-_STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
+_STOCK_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
 
 # Settings that ask for another way of decoding.
@@ -119,10 +119,10 @@ def check_request(
             )
     check_decoding({name: getattr(settings, name, None) for name in OTHER_DECODING})
     for draft in _STOCK_DRAFTS:
-        if getattr(settings, draft, None) is not None:
+        if getattr(settings, draft, None) not in (None, False):
             raise ValueError(
-                f"{draft} and assistant_models were both given: leave {draft} out, levels like 'prompt_lookup' and "
-                "'early_exit:4' do the same"
+                f"{draft} and assistant_models were both given: leave {draft} out, levels like 'prompt_lookup', "
+                "'early_exit:4' and 'mtp' do the same"
             )
     if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
         raise TypeError(f"input_ids are {input_ids.dtype}: pass token ids as integers")

@@ -230,9 +230,10 @@ class PackedExperts(PackedModule):
         return stack_experts(lambda _, *parts: self.packing.prepack(*parts), self.parts(name))
 
     def _on_disk(self, name: str) -> Parts:
-        if not self.is_prepacked:
-            return self.parts(name)
-        return stack_experts(lambda _, *parts: self.packing.unprepack(*parts, self._rows(name)), self.parts(name))
+        held, in_tiles = self._in_one_layout(name)
+        if not in_tiles:
+            return held
+        return stack_experts(lambda _, *parts: self.packing.unprepack(*parts, self._rows(name)), held)
 
     def _zeros(self, key: str, device: torch.device) -> Parts:
         shape = (self.original.num_experts, *self.original.sizes[key])

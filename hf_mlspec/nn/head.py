@@ -134,7 +134,7 @@ class EagleHead(nn.Module):
 
     def __init__(self, shape: HeadShape, rope: RopeTables, targets: Tensor | None, name: str):
         super().__init__()
-        self.shape, self.rope = shape, rope
+        self.shape, self.rope, self.name = shape, rope, name
         self.config = SimpleNamespace(name_or_path=name, _attn_implementation="")
         width, joined = shape.hidden, len(shape.taps) * shape.target_hidden
         self.input_norm = HeadNorm(joined, shape.norm_eps) if shape.norm_before_fc else None

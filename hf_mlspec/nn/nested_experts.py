@@ -156,8 +156,9 @@ class NestedExperts(PackedExperts):
         return NestedParts(draft, exponents, low, disk.high.new_empty(len(low), 0), disk.codebook, *whole)
 
     def _on_disk(self, name: str) -> Parts:
-        tiles = NestedParts(*self.parts(name))
-        if not self.is_prepacked:
+        held, in_tiles = self._in_one_layout(name)
+        tiles = NestedParts(*held)
+        if not in_tiles:
             return tiles
         out, in_features = self._size(name)
         held = tiles.packed, tiles.scale, tiles.low

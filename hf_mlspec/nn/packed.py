@@ -16,7 +16,7 @@ from .packed_formats import PACKINGS, Packing
 from .switch import PrecisionSwitch
 from .transforms import NONE, Transform, held_tensors
 
-_changing_layout = threading.Lock()
+_changing_layout = threading.RLock()
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
@@ -80,6 +80,11 @@ class PackedModule(nn.Module, ABC):
     def parts(self, name: str) -> Parts:
         """The data of ``held(name)``."""
         return self.record.weight.PARTS(*[None if part is None else part.data for part in self.held(name)])
+
+    def _in_one_layout(self, name: str) -> tuple[Parts, bool]:
+        """`parts`, none of which another thread changes meanwhile, and whether they are in tiles."""
+        with _changing_layout:
+            return self.parts(name), self.is_prepacked
 
     @torch.compiler.disable
     def prepack_(self) -> PackedModule:
@@ -168,10 +173,8 @@ class PackedModule(nn.Module, ABC):
             integers = _INTEGERS[tensor.element_size()]
             bits = fn(tensor.detach().view(integers))
             if bits.dtype != integers:
-                raise TypeError(
-                    f"{type(self).__name__}: its {floats[id(tensor)]} is {tensor.dtype} and cannot be cast to "
-                    f"{bits.dtype}"
-                )
+                raise TypeError(f"{type(self).__name__}: its {floats[id(tensor)]} is {tensor.dtype} and cannot be "
+                                f"cast to {bits.dtype}")  # fmt: skip
             return bits.view(tensor.dtype)
 
         return super()._apply(moved, recurse)
@@ -204,10 +207,7 @@ class PackedLinear(PackedModule):
         return cls(record.weight(*parts, name=name), linear.bias, switch)
 
     def __init__(
-        self,
-        weight: PackedWeight,
-        bias: nn.Parameter | None = None,
-        switch: PrecisionSwitch | None = None,
+        self, weight: PackedWeight, bias: nn.Parameter | None = None, switch: PrecisionSwitch | None = None
     ) -> None:
         """Takes over the tensors of ``weight`` and the very ``bias`` object; without ``switch`` it gets one of its own
         at 16 bits. ValueError when they do not fit together."""
@@ -325,8 +325,8 @@ class PackedLinear(PackedModule):
         return self.packing.prepack(*parts)
 
     def _on_disk(self, name: str) -> Parts:
-        parts = self.parts(name)
-        return self.packing.unprepack(*parts, self._rows) if self.is_prepacked else parts
+        parts, in_tiles = self._in_one_layout(name)
+        return self.packing.unprepack(*parts, self._rows) if in_tiles else parts
 
     def extra_repr(self) -> str:
         dense = "" if self.weight_dense is None else f", materialized={self.weight_dense.dtype}"

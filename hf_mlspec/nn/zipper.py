@@ -87,9 +87,9 @@ class ZipperLinear(PackedLinear):
         return tiles._replace(split=tiles.split[:HEADER].clone())
 
     def _on_disk(self, name: str) -> Parts:
-        if self._host is None or not self.is_prepacked:
+        parts, in_tiles = self._in_one_layout(name)
+        if self._host is None or not in_tiles:
             return super()._on_disk(name)
-        parts = self.parts(name)
         whole = parts._replace(split=self._host.in_tiles(parts.split.device))
         return self.packing.unprepack(*whole, self._rows)
 

@@ -90,7 +90,8 @@ class ZipperEmbedding(CodedEmbedding, PackedModule):
 
     def packed_weight(self) -> ZipperWeight:
         """The codes as on disk: the parameters' own memory, or a copy of them where they are in rows."""
-        return ZipperWeight(*(self._on_disk("weight") if self.is_prepacked else self.parts("weight")))
+        parts, in_rows = self._in_one_layout("weight")
+        return ZipperWeight(*(unprepack_table(ZipperParts(*parts)) if in_rows else parts))
 
     def validate(self, name: str) -> None:
         """As ``ZipperWeight.validate``, of the module called ``name``."""

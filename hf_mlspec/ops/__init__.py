@@ -31,7 +31,7 @@ from .library import KernelError, UnreadableLibrary, kernel_table, library_hash,
 from .lut import lut_linear, prepack_lut, unprepack_lut
 from .mxfp4 import mxfp4_linear, prepack_mxfp4, unprepack_mxfp4
 from .nested import nested_linear, nested_rows, prepack_nested, unprepack_nested
-from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
+from .planes import bitplane_integers, bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
 from .planes.choosing import bitplane_chosen, choose_of_prompt, choose_of_steps, chooses_on_device
 from .round import round_lookup, round_open, round_push, round_settle, round_window
 from .row_codes import Codes, CodesOf, gated_codes, int4_codes_linear, norm_codes, row_codes
@@ -71,6 +71,7 @@ __all__ = [
     "adapted_linear",
     "bf16_linear",
     "bitplane_chosen",
+    "bitplane_integers",
     "bitplane_linear",
     "bitplane_sums",
     "choose_of_prompt",

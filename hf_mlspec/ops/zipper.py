@@ -22,8 +22,8 @@ from ..formats.zipper import HEADER, MODES, SparseCells, Split, Values, ZipperPa
 from .cuda_library import serves
 from .int4 import int4_linear, int4_sums, prepack_int4, unprepack_int4
 from .operator import REFERENCES, Operands, operator
-from .planes import bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
-from .products import bias_of, finish, in_slices, integer_product, rounded
+from .planes import bitplane_integers, bitplane_linear, bitplane_sums, prepack_planes, unprepack_planes
+from .products import bias_of, finish, in_slices, rounded
 from .tiles import TILE_BYTES
 
 MOST_JOINED = 3  # weights that a kernel of a GPU reads at once: queries, keys, values
@@ -232,7 +232,8 @@ def zipper_low_linear(
 ) -> Tensor:  # fmt: skip
     """The low part of ``zipper_linear`` alone, rounded once -> ``[..., out]`` in x.dtype.
 
-    Integers meet a low part of 4 bits in the kernels of int4 weights, one of other bits in plain torch.
+    Integers meet a low part of 4 bits in the kernels of int4 weights, one of other bits in ``bitplane_integers``: on a
+    GPU in plain torch.
     """
     if how.low_is_int4:
         own = {"group_size": zipper.activation_group(x.shape[-1]), "activation_bits": activation_bits}
@@ -257,11 +258,9 @@ def zipper_low_sums(
 def _on_integers(
     x: Tensor, planes: Tensor, scale: Tensor, out_features: int, bias: Tensor | None, how: Split, bits: int
 ) -> Tensor:
-    group = zipper.activation_group(x.shape[-1])
-    planes, scale = unprepack_planes(planes, scale, out_features)
-    codes = (unpack_planes(planes).to(torch.int16) - 2 ** (how.low_planes - 1)).to(torch.int8)
-    own = scale[:, :1].double().expand(-1, x.shape[-1] // group)
-    return integer_product(x, codes, own, group, bits, bias)
+    in_features = x.shape[-1]
+    groups = {"group_size": low_group(in_features, how), "activation_group": zipper.activation_group(in_features)}
+    return bitplane_integers(x, planes, scale, out_features, bias, **groups, activation_bits=bits)
 
 
 def prepack_zipper(planes: Tensor, scale: Tensor, split: Tensor) -> ZipperParts:

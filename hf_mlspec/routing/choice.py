@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .blocks import Block
-from .foresight import LEAD, announce
+from .foresight import LEAD, announce, is_streamed
 from .router import Router
 
 
 def widths_of(router: Router, blocks: Sequence[Block], place: int, features: Tensor) -> list[int]:
     """Of block ``place`` for every row of float32 ``[rows, features]``; what comes LEAD blocks later is announced."""
-    if (ahead := router.foresee(place, features)) is not None:
+    heard = place + LEAD < len(blocks) and is_streamed(blocks[place + LEAD])
+    if heard and (ahead := router.foresee(place, features)) is not None:
         announce(blocks[place + LEAD], ahead)
     return router.choose(place, features)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engines.capturing import free_cached
 from ..engines.cuda.adapted import AdaptedLinear
 from ..engines.cuda.decoder import CudaDecoder
 from ..engines.cuda.engine import CHUNK, LEAST_CHUNK, CudaEngine, int32, prefill, soft_capped
@@ -137,7 +138,7 @@ class RoutedCudaEngine(ChoosingRows, CudaEngine):
                 if at_once <= LEAST_CHUNK or not out_of_memory(error):
                     raise
             at_once = min(at_once, len(row)) // 2  # what was written is written again, with the same bits
-            torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
+            free_cached()  # behind the error, whose frames hold what the step had computed
         self.forwards += 1
         return logits, choosing
 

@@ -10,6 +10,8 @@ and the token alone, so that a check of many tokens sees what steps of one saw.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,8 @@ def pooled(hidden: Tensor, lengths: list[int], block: str) -> Tensor:
 
     FloatingPointError naming the block where a mean is NaN or infinite.
     """
-    return require_finite(
-        torch.stack([row[:length].float().mean(0) for row, length in zip(hidden, lengths, strict=True)]), block
-    )
+    found = [row[:length].float().mean(0) for row, length in zip(hidden, lengths, strict=True)]
+    return require_finite(found[0][None] if len(found) == 1 else torch.stack(found), block)
 
 
 def moved(mean: Tensor, own: Tensor, share: float, block: str) -> Tensor:
@@ -33,6 +34,8 @@ def moved(mean: Tensor, own: Tensor, share: float, block: str) -> Tensor:
 
 def require_finite(found: Tensor, block: str) -> Tensor:
     """``found``; FloatingPointError naming the block where a row of it is NaN or infinite."""
+    if math.isfinite(float(found.sum())):  # NaN and infinities stay in a sum; it alone may overflow
+        return found
     if not bool(torch.isfinite(found).all()):
         row = int((~torch.isfinite(found)).any(1).nonzero()[0])
         raise FloatingPointError(

@@ -51,6 +51,11 @@ def announce(block: Block, width: int) -> None:
             linear.source.expect(linear, width)
 
 
+def is_streamed(block: Block) -> bool:
+    """Whether planes of the block may have to be fetched."""
+    return any(linear.source is not None for linear in block.linears.values())
+
+
 def indices(chosen: Sequence[int], widths: Sequence[int], device: torch.device) -> Tensor:
     """int64 ``[queries]``: which of the widths each is."""
     return torch.tensor([widths.index(width) for width in chosen], device=device)

@@ -19,7 +19,7 @@ from ..ops.planes.choosing import ChooserWeights
 from ..precision import Bits
 from .blocks import Block
 from .features import require_finite
-from .foresight import LEAD, announce
+from .foresight import LEAD, announce, is_streamed
 from .router import Router
 
 
@@ -112,7 +112,7 @@ class ChosenOnHost:
         self.widest, self.key = Bits(scorers.widths[-1], 16), ()
         self.widths: list[int] = []
         self.means: list[Tensor] = []
-        self.streams = any(linear.source is not None for block in blocks for linear in block.linears.values())
+        self.streams = any(map(is_streamed, blocks))
 
     def at(self, block: int, x: Tensor, starts: Tensor) -> Bits:
         """As `BlockBits.at`; waits for the device."""

@@ -20,6 +20,8 @@ def is_lost(device: torch.device, error: RuntimeError) -> bool:
     if not isinstance(error, torch.AcceleratorError) or out_of_memory(error):
         return False
     try:
+        # Beside a capture of another thread, which has no future on a device with such an error: whoever asks holds
+        # locks that captures take.
         torch.cuda.synchronize(device)
     except RuntimeError:
         return True

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..engines.capturing import capturing
 from ..engines.memory import out_of_memory
 from ..nn.plane_source import InGraph, PlaneCounts
 from ..nn.planes import PlanesLinear
@@ -92,7 +93,7 @@ class PlaneLoader:
     def give_back(self, *, home: bool = False) -> None:
         """End: every layer holds all its planes again, on the device or (home) where they were before. Where that
         fails, layers that are left go on as they were, and a second call goes on with them."""
-        with self._lock:
+        with capturing, self._lock:
             self.reset()
             for linear, place in list(self._place_of.items()):
                 origin = self.layers[place].home if home else self.device
@@ -331,7 +332,7 @@ class PlaneLoader:
 
     def close(self) -> None:
         """End: nothing is held any longer, and the layers cannot be used. A second call does nothing."""
-        with self._lock:
+        with capturing, self._lock:  # the room waits for its device
             if not self._open:
                 return
             try:

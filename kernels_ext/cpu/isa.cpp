@@ -19,7 +19,7 @@
 #define MLSPEC_DECLARE_DENSE(isa) MLSPEC_DECLARE_BF16(isa) MLSPEC_DECLARE_LINEAR(f32_linear_##isa)
 #define MLSPEC_DECLARE_INT8(isa)                                                                                       \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_int8_##isa) \
-  MLSPEC_DECLARE_LINEAR(nested_linear_int8_##isa)
+  MLSPEC_DECLARE_LINEAR(nested_linear_int8_##isa) MLSPEC_DECLARE_LINEAR(bitplane_linear_int8_##isa)
 #define MLSPEC_DECLARE_W4A16(isa)                                                                                      \
   MLSPEC_DECLARE_LINEAR(mxfp4_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(int4_linear_bf16_##isa) \
   MLSPEC_DECLARE_LINEAR(nested_linear_bf16_##isa) MLSPEC_DECLARE_LINEAR(bitplane_linear_##isa)
@@ -133,7 +133,7 @@ struct Tier {
         mlspec_zipper_lut_##high,                                                                                       \
         mlspec_int4_dequantize_##dequantize, mlspec_attention_##attention, mlspec_row_ops_##row,                        \
         mlspec_hadamard_##hadamard, mlspec_pack_gptq_##words, mlspec_pack_awq_##words,                                  \
-        mlspec_delta_rule_##row, mlspec_sigmoid_mul_##row                                                               \
+        mlspec_delta_rule_##row, mlspec_sigmoid_mul_##row, mlspec_bitplane_linear_int8_##int8                           \
   }
 
 // Ascending: the last one that is supported is the best. Not constant: mlspec_row_ops_* may be set at load time.

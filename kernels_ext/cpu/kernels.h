@@ -110,6 +110,9 @@ typedef void (*mlspec_linear_fn)(const struct mlspec_linear_args* args, int64_t 
 // (t, b, r) belongs to output 16 t + r and to element 32 b + 2 q where q < 16, else 32 b + 2 (q - 16) + 1. The first
 // num_planes are read; c of their bits, the first plane's the highest, with n = 2^(stored_planes - num_planes), means
 //   value = (c * n + (n - 1) / 2 - zero_doubled / 2) * scale, scales as int4's; what four planes mean is a bfloat16.
+// With ACTS_INT, of a group that divides the scales' own, the same bits everywhere: all of 1 to 7 stored planes are read, c less
+// 2^(planes - 1) is an integer, and group after group of the activations
+//   acc = fma(float(sum of integer * x code), scale * x scale, acc).
 
 // Lookup-table planes: planes as above, but of up to four blocks side by side, [ceil(out / 16)][in / 128][16 outputs][blocks][4]
 // bytes, drawn in cpu/lut/lut_linear_tile.h; scale: float16 [ceil(out / 16)][16][table_columns], of each output the tables of
@@ -286,6 +289,7 @@ struct CpuKernels {
   mlspec_pack_words_fn pack_gptq, pack_awq;
   mlspec_delta_fn delta_rule;
   mlspec_gate_fn sigmoid_mul;
+  mlspec_linear_fn bitplane_linear_int8;  // both widths of ACTS_INT
 };
 
 // The best set that the processor and the operating system support, or the one MLSPEC_CPU_ISA names; chosen once.

@@ -155,6 +155,33 @@ def test_smoothing_and_rotation_are_words_of_the_config(tmp_path):
         assert torch.equal(model(IDS).logits, wanted(IDS).logits)
 
 
+@pytest.mark.parametrize("method", ["quarot+smoothquant", "quarot+smoothquant+gptq"])
+def test_a_file_of_a_learned_rotation_is_read_under_smoothing(tmp_path, method):
+    """Its matrix, and no other, turned what the embedding writes; then inputs behind norms were scaled."""
+    size, file = tiny().config.hidden_size, tmp_path / "R.bin"
+    matrix = torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(7)).double())[0].float()
+    write_rotations(file, matrix)
+    model, before, found = quantize(method, rotations=file)
+    other, _, _ = quantize(method)
+    table, turned = tiny(dtype=torch.float32).model.embed_tokens.weight, model.model.embed_tokens.weight
+    torch.testing.assert_close(turned, table @ matrix, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(turned, other.model.embed_tokens.weight, atol=1e-2)
+    assert {own.name for own in found.layers if own.alpha is not None} >= {"self_attn.q_proj", "mlp.up_proj"}
+    after = model(IDS).logits
+    assert (after - before).norm() < 0.5 * before.norm()
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(IDS).logits, after)
+
+
+@pytest.mark.parametrize(("shape", "words"), [((32, 48), "the rotation belongs to another model"), (None, "R.bin")])
+def test_a_file_that_is_no_rotation_is_named_under_smoothing(tmp_path, shape, words):
+    file = tmp_path / "R.bin"
+    if shape:
+        torch.save({"R1": torch.ones(shape)}, file)
+    with pytest.raises((ValueError, OSError), match=words):
+        quantize("quarot+smoothquant", rotations=file)
+
+
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path):
     whole, _, _ = quantize("quarot+smoothquant", work_folder=tmp_path / "work")
     (tmp_path / "work" / "block_0001.safetensors").unlink()

@@ -1,6 +1,8 @@
 """Which tests need a GPU? All in this folder: without kernels for one they are skipped, and pytest says why.
 
-With MLSPEC_REQUIRE_CUDA=1 there has to be one: nothing runs without its kernels.
+With MLSPEC_REQUIRE_CUDA=1 there has to be one: nothing runs without its kernels. Behind an error that a GPU does not
+recover from (an illegal access, a failed assertion of a kernel) it answers no call of the process any more: the next
+test fails, and says behind which one that was, and the others are skipped.
 """
 
 from __future__ import annotations
@@ -8,9 +10,13 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from hf_mlspec import ops
 from hf_mlspec.ops import library
+
+LOST = pytest.StashKey[str]()  # of the run: behind which test the GPU was lost, and what it said
+TOLD = pytest.StashKey[bool]()  # a test has failed for it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,6 +27,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"tests/cuda: {reason}")
         for item in here:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def said_by_the_device() -> str:
+    """The error of a GPU that answers no more; "" while it does, and where nobody has asked it for anything."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return ""
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    stash = item.config.stash
+    if LOST not in stash:
+        return
+    if stash.setdefault(TOLD, False):
+        pytest.skip(stash[LOST])
+    stash[TOLD] = True
+    pytest.fail(f"{stash[LOST]}; tests of this process that follow are skipped: mend that one, or run them without it",
+                pytrace=False)  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if call.when == "teardown" and LOST not in item.config.stash and (said := said_by_the_device()):
+        item.config.stash[LOST] = f"the GPU answers no more since {item.nodeid} ({said})"
+    return report
 
 
 @pytest.fixture

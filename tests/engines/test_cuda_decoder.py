@@ -14,7 +14,7 @@ from warned import forget_warnings
 import hf_mlspec
 from hf_mlspec.engines import architecture
 from hf_mlspec.engines.architecture import UnknownArchitecture
-from hf_mlspec.engines.built import capturing
+from hf_mlspec.engines.capturing import capturing
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine

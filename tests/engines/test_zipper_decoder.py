@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mlspec
 from hf_mlspec import MLSpecConfig
+from hf_mlspec.engines.architecture import UnknownArchitecture
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.formats.zipper import MODES
@@ -43,10 +44,13 @@ def test_scores_are_those_of_the_modules(tmp_path, family, mode, precision):
             torch.testing.assert_close(scores.logprobs, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "mode", "low_bits"), [
+    ("llama", "paper", 4), ("gemma3", "paper", 4), ("llama", "exact", 4), ("gemma3", "clamp", 4),
+    ("llama", "clamp", 2), ("qwen2", "paper", 3), ("llama", "exact", 3),
+])  # fmt: skip
 @pytest.mark.parametrize("precision", ["zippera8", "zippera4", "zipper-lowa8", "zipper-lowa4"])
-def test_low_parts_of_4_bits_meet_integers_as_in_the_modules(tmp_path, family, precision):
-    model = zipper(tmp_path, family=family, mode="paper")
+def test_low_parts_meet_integers_as_in_the_modules(tmp_path, family, mode, low_bits, precision):
+    model = zipper(tmp_path, family=family, mode=mode, low_bits=low_bits)
     rows = [list(range(3, 3 + n)) for n in (5, 12, 9)]
     found = token_logprobs(model, rows, precision=precision)
     wide = token_logprobs(model, rows, precision=precision.partition("a")[0])
@@ -80,8 +84,9 @@ def test_the_decoder_of_devices_multiplies_what_the_modules_do(tmp_path, dtype, 
         assert not any(torch.equal(one, other) for i, one in enumerate(own) for other in own[:i])
 
 
-def test_chains_over_integers_write_what_the_target_writes_alone(tmp_path):
-    model, inputs = zipper(tmp_path, torch.bfloat16, mode="paper", activation_bits=8), prompts([8, 5, 11])
+@pytest.mark.parametrize("mode", MODES)
+def test_chains_over_integers_write_what_the_target_writes_alone(tmp_path, mode):
+    model, inputs = zipper(tmp_path, torch.bfloat16, mode=mode, activation_bits=8), prompts([8, 5, 11])
     assert decoder_of(model, "cpu") is not None
     alone = model.generate(**inputs, **GREEDY, assistant_models=[])
     for levels in (["zipper-lowa8"], ["zippera4"], ["zipper-lowa8", "zipper-lowa4"], ["zipper-lowa4", "ngram"]):
@@ -106,7 +111,19 @@ def test_chains_write_what_the_target_writes_alone(tmp_path, dtype, mode):
     assert torch.equal(torch.stack(one_by_one), alone[:, -24:])
 
 
-@pytest.mark.parametrize(("mode", "bits"), [("clamp", 16), ("paper", 16), ("paper", 8), ("paper", 4)])
+@pytest.mark.parametrize(("mode", "low_bits"), [("clamp", 4), ("exact", 4), ("exact", 5), ("paper", 5)])
+@pytest.mark.parametrize("words", [["zipper-lowa8"], ["zipper-lowa4", "ngram"], ["zippera8", "zipper-lowa8"]])
+def test_targets_of_16_bits_draft_with_integers(tmp_path, mode, low_bits, words):
+    model = zipper(tmp_path, torch.bfloat16, mode=mode, low_bits=low_bits, bits=7)
+    inputs = prompts([8, 5, 11])
+    alone = model.generate(**inputs, **GREEDY, assistant_models=[])
+    assert torch.equal(model.generate(**inputs, **GREEDY, assistant_models=words), alone)
+    assert hf_mlspec.last_stats(model).levels[0].drafted > 0
+
+
+@pytest.mark.parametrize(("mode", "bits"), [
+    ("clamp", 16), ("clamp", 8), ("clamp", 4), ("exact", 8), ("paper", 16), ("paper", 8), ("paper", 4),
+])  # fmt: skip
 def test_eight_rows_have_the_bits_of_one(tmp_path, mode, bits):
     model = zipper(tmp_path, torch.bfloat16, mode=mode, activation_bits=bits)
     row = list(range(3, 30))
@@ -120,6 +137,12 @@ def test_bits_that_are_neither_part_are_refused(tmp_path):
     model = zipper(tmp_path, mode="clamp")
     with pytest.raises(ValueError, match="zipper weights"):
         hf_mlspec.precision_switch(model).require(Bits(5, 16))
+
+
+@pytest.mark.parametrize("mode", ["exact", "clamp"])
+def test_the_decoder_of_gpus_has_no_integers_for_low_parts_of_5_bits(tmp_path, mode):
+    with pytest.raises(UnknownArchitecture, match="which the CUDA decoder does where the low part has 4 bits alone"):
+        CudaDecoder(zipper(tmp_path, mode=mode, activation_bits=8))
 
 
 def test_linears_that_are_cut_are_refused(tmp_path, caplog):

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("from_the_root")
     ("nested_linear", ["nested draft x int8", "nested draft x bf16", "nested exact"],
      ["mxfp4 x int8", "mxfp4 x bf16", "bf16"]),
     ("bitplane_linear", [f"{count} of 8 planes x bf16" for count in (2, 3, 4, 8)], ["int4 g128 x bf16", "bf16"]),
+    ("bitplane_integers", [f"zipper clamp, low part (5 bits) x {word}" for word in ("int8", "int4", "bf16")],
+     [f"zipper paper, low part (4 bits) x {word}" for word in ("int8", "int4", "bf16")]),
 ])
 def test_every_precision_is_right_and_timed(op, ours, peers, tmp_path):
     if not program("bench_kernels.samples").has_schedstat():
@@ -32,6 +34,8 @@ def test_every_precision_is_right_and_timed(op, ours, peers, tmp_path):
     errors = {line["contender"]: line["relative_error"] for line in found if line["n"] == 3}
     if op == "nested_linear":
         assert errors["nested exact"] < 0.01 < errors["nested draft x bf16"] < 0.12
+    elif op == "bitplane_integers":
+        assert errors[ours[2]] < errors[ours[0]] < 0.02 < errors[ours[1]] < 0.4
     else:
         in_order = [errors[name] for name in ours]
         assert in_order == sorted(in_order, reverse=True)

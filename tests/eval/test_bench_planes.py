@@ -45,6 +45,15 @@ def test_five_systems_stand_in_a_table_and_write_the_same_ids_on_demand(tmp_path
     assert (ids["ids_compared"], ids["ids_that_differ"]) == (96, 0)
 
 
+def test_choices_alone_are_timed_beside_a_prompt(tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["--quick", "--part", "choosing", "--repeats", "1", "--json", str(out)]) == 0
+    lines = json.loads(out.read_text())
+    assert [(line["tokens"], line["blocks"]) for line in lines] == [(16, 4), (64, 4)]
+    if not torch.cuda.is_available():
+        assert all(line["share"] == line["choosing_cpu_ms"] / line["prompt_cpu_ms"] > 0 for line in lines)
+
+
 @pytest.mark.slow
 def test_captured_rounds_and_kernels_are_timed(tmp_path):
     out = tmp_path / "found.json"

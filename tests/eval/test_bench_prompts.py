@@ -21,6 +21,8 @@ def test_gaps_and_waits_of_the_demo_pair(bench, tmp_path):
     assert [(row["figure"], row["way"]) for row in rows] == [
         ("gap", "chunks"), ("gap", "at once"), ("prefix", "kept"), ("prefix", "read anew")]  # fmt: skip
     assert all(row["median_gap_ms"] > 0 and row["ratio"] > 0 for row in rows[:2])
+    assert all(row["longest_at"] < 1.5 and row["gaps_over_3"] <= row["gaps"] for row in rows[:2])
+    assert (rows[1]["ratio"] > 3) <= (rows[1]["gaps_over_3"] > 0)
     assert rows[2]["ratio"] == pytest.approx(rows[2]["first_token_ms"] / rows[3]["first_token_ms"])
 
 

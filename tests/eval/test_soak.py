@@ -24,7 +24,7 @@ def test_a_short_one(soak, tmp_path, capsys):
     assert (line["calls"], line["wrong"], line["nested"]) == (12, [], 0)
     assert line["requests"] >= 12 < line["tokens"]
     assert line["changes"] > 0
-    assert all(line["sizes"][name] > 0 for name in ("memory", "threads", "files", "objects", "modules"))
+    assert all(line["sizes"][name] > 0 for name in ("memory", "anonymous", "threads", "files", "objects", "modules"))
     assert capsys.readouterr().out.startswith("0.")
     assert soak.main(["--table", str(log)]) == 0
     assert "12 calls" in capsys.readouterr().out

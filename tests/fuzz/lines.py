@@ -58,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     f"{_PACKAGE}/integration/json_object.py": ALL,
     f"{_PACKAGE}/integration/levels/head_folder.py": ("read_head_folder", "_check_sizes", "_speculators",
                                                         "_specforge", "_whole", "_layer_config", "_taps"),
-    f"{_PACKAGE}/integration/levels/words.py": ("parse_level", "_is_there", "is_head_folder", "_is_cast",
+    f"{_PACKAGE}/integration/levels/words.py": ("parse_level", "_is_there", "is_head_folder", "head_kind", "_is_cast",
                                                 "_says_enough"),
     f"{_PACKAGE}/integration/quantizer/checkpoint.py": ("Checkpoint", "_checksums_of", "_nearly",
                                                         "require_own_shards"),

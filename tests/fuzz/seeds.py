@@ -297,4 +297,4 @@ def tables() -> tuple[bytes, ...]:
 
 def words() -> tuple[bytes, ...]:
     levels = b"w4a16", b"mxfp4", b"nested", b"PATH@int4", b"w16a4kv8", b"int3", b"experts:4", b"early_exit:2", b"qspec"
-    return *levels, b"ngram", b"a/b", b"a,b", b"4GiB", b"500 MB", struct.pack("<q", 3)
+    return *levels, b"mtp@mxfp4", b"ngram", b"a/b", b"a,b", b"4GiB", b"500 MB", struct.pack("<q", 3)

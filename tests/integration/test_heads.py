@@ -296,12 +296,25 @@ def test_a_head_stands_last_and_below_the_target_itself(target, tmp_path):
     refused(ValueError, "holds no .safetensors file", inputs, target, assistant_models=[folder])
 
 
-def test_a_target_that_keeps_a_state_is_refused_by_name(tmp_path):
+def test_a_target_that_keeps_a_state_of_another_kind_is_refused_by_name(tmp_path):
+    from hybrids import hybrid
+
+    model = hybrid("MambaForCausalLM")
+    folder = str(write_head(tmp_path, model, taps=(0, 1)))
+    refused(ValueError, "does not write them", prompts([4]), model, assistant_models=[folder])
+
+
+def test_gated_delta_nets_that_run_module_by_module_write_hidden_states(tmp_path):
     from hybrids import hybrid
 
     model = hybrid("Qwen3NextForCausalLM")
-    folder = str(write_head(tmp_path, model, taps=(0, 1)))
-    refused(ValueError, "does not write them", prompts([4]), model, assistant_models=[folder])
+    folder, inputs = str(write_head(tmp_path, model, taps=(0, 2, 4))), prompts([5, 9])
+    config = {"engine": "modules", "num_draft_tokens": 3, "confidence_threshold": 0.0}
+    options = {"max_new_tokens": 12, "eos_token_id": EOS, "speculation_config": config}
+    own = alone(model, inputs, assistant_models=[], **options)
+    for levels in ([folder], ["mxfp4", folder]):
+        assert together(model, inputs, levels, **options) == own
+        assert hf_mlspec.last_stats(model).levels[-1].drafted > 10
 
 
 def test_a_head_shares_what_is_the_targets(target, tmp_path):

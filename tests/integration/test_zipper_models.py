@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_mlspec.demo_pair import demo_prompts
 from hf_mlspec.engines.choose import decoder_of
 from hf_mlspec.formats import ZipperWeight
 from hf_mlspec.formats.zipper import MODES
+from hf_mlspec.integration.levels.lower_precision import require_engine
 from hf_mlspec.nn.zipper import ZipperLinear
 from hf_mlspec.precision import Precision
 
@@ -86,10 +88,11 @@ def test_activation_bits_are_a_setting_and_an_argument(folder, tmp_path, caplog)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert str(hf_mlspec.precision_switch(again).precision) == "zippera8"
     assert torch.equal(again(ids).logits, eight)
-    assert decoder_of(model, "cpu") is None
-    assert "zipper weights by 8-bit activations, which a compiled decoder does where" in caplog.text
-    with switch.at("zipper"):
-        assert decoder_of(model, "cpu") is not None
+    for precision in ("zippera8", "zipper"):
+        with switch.at(precision):
+            assert decoder_of(model, "cpu") is not None
+    assert decoder_of(model, "cuda") is None
+    assert "zipper weights by 8-bit activations, which the CUDA decoder does where the low part has 4" in caplog.text
 
 
 def test_activation_bits_that_there_are_not():
@@ -122,18 +125,20 @@ def test_levels_below_the_low_part(folder):
         assert torch.equal(model.generate(**inputs, **GREEDY, assistant_models=levels), alone), levels
 
 
-@pytest.mark.parametrize("word", ["zipper", "w4a8", "planes4", "zipper-lowa8"])
+@pytest.mark.parametrize("word", ["zipper", "w4a8", "planes4"])
 def test_other_words_name_the_one_there_is(folder, word):
     with pytest.raises(ValueError, match=r"zipper-low|each level must have fewer|for zipper weights"):
         quantized(folder).generate(**prompts([8]), **GREEDY, assistant_models=[word])
 
 
 @pytest.mark.parametrize("word", ["zipper-lowa8", "zippera4"])
-def test_activations_that_a_compiled_decoder_has_not_are_refused_by_name(folder, word):
-    model, inputs = quantized(folder, mode="clamp"), prompts([8])
-    assert decoder_of(model, "cpu") is not None
-    with pytest.raises(ValueError, match=f"level .{word}.: a compiled decoder multiplies these zipper"):
-        model.generate(**inputs, **GREEDY, assistant_models=[word])
+def test_activations_that_the_decoder_of_gpus_has_not_are_refused_by_name(folder, word):
+    model, bits = quantized(folder, mode="clamp"), Precision.parse(word).bits
+    with pytest.raises(ValueError, match=f"level .{word}.: the decoder of GPUs multiplies these zipper"):
+        require_engine(model, word, bits, SimpleNamespace(name="cuda"))
+    require_engine(quantized(folder, mode="paper"), word, bits, SimpleNamespace(name="cuda"))
+    for name in ("cpu", "modules"):
+        require_engine(model, word, bits, SimpleNamespace(name=name))
 
 
 def test_a_target_with_integers_drafts_with_those_of_its_low_part(folder):

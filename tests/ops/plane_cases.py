@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from cases import seeded
 from torch import Tensor
 
 from hf_mlspec import ops
+from hf_mlspec.formats import activations
 from hf_mlspec.formats import planes as bitplanes
 from hf_mlspec.ops.operator import REFERENCES
 
@@ -95,6 +98,45 @@ def check_top_planes_alone(stored: int, top: int) -> None:
         part = ops.prepack_planes(planes[:top, 16:32].contiguous(), scale[16:32])
         how = {**numbers, "num_planes": read, "total_planes": stored, "outputs_of_weight": out}
         assert torch.equal(ops.bitplane_linear(x, *part, 16, None, **how), wanted[:, 16:32]), (stored, top, read)
+
+
+def check_integers() -> str:
+    """Products with integers: near the exact value, and that very number where float32 holds every sum; a row's bits
+    are its own. Returns a digest of all results: the same on every instruction set."""
+    digest = hashlib.sha256()
+    for stored in range(1, 8):
+        out, size = SHAPES[stored % len(SHAPES)]
+        for group, own, bits in ((128, 64, 8), (128, 32, 4), (32, 32, 8), (64, 64, 4)):
+            numbers = {"group_size": group, "activation_group": own, "activation_bits": bits}
+            planes, scale = random_planes(stored, out, size, group)
+            tiles, x, bias = ops.prepack_planes(planes, scale), seeded(max(ROWS), size, seed=bits), seeded(out, seed=1)
+            y = ops.bitplane_integers(x, *tiles, out, bias, **numbers)
+            dense = bitplanes.dequantize(planes, scale, 2**stored, stored, torch.float64)
+            seen = activations.dequantize_rows(*activations.quantize_rows(x, own, bits), own).double()
+            exact, magnitude = seen @ dense.T + bias.double(), seen.abs() @ dense.abs().T + bias.double().abs()
+            bound = 2.0**-24 * (size / own + 4) * magnitude + 2.0**-40
+            refer = REFERENCES["bitplane_integers"](x, *tiles, out, bias, *numbers.values())
+            for name, result in (("kernel", y), ("reference", refer)):
+                assert ((result.double() - exact).abs() <= bound).all(), (name, stored, out, size, numbers)
+            for n in ROWS:
+                rows = ops.bitplane_integers(x[len(x) - n :], *tiles, out, bias, **numbers)
+                assert torch.equal(rows, y[len(x) - n :]), (stored, numbers, n)
+            digest.update(y.numpy().tobytes())
+            _check_whole_numbers(planes, out, size, numbers)
+    return digest.hexdigest()
+
+
+def _check_whole_numbers(planes: Tensor, out: int, size: int, numbers: dict[str, int]) -> None:
+    """Integers that are their own codes, and scales of 1: no sum is rounded."""
+    stored, largest = len(planes), 127 if numbers["activation_bits"] == 8 else 7
+    scale = torch.ones(out, size // numbers["group_size"], dtype=torch.float16)
+    draw = torch.Generator().manual_seed(stored)
+    x = torch.randint(-largest, largest + 1, (13, size), generator=draw).float()
+    x[:, :: numbers["activation_group"]] = largest
+    codes = bitplanes.unpack_planes(planes).long() - 2 ** (stored - 1)
+    tiles, expected = ops.prepack_planes(planes, scale), (x.long() @ codes.T).float()
+    assert torch.equal(ops.bitplane_integers(x, *tiles, out, **numbers), expected)
+    assert torch.equal(REFERENCES["bitplane_integers"](x, *tiles, out, None, *numbers.values()), expected)
 
 
 def check_all() -> None:

@@ -63,6 +63,10 @@ def good_of_planes(op: str, x: torch.Tensor) -> dict:
         tiles = ops.prepack_planes(weight.planes, weight.scale)
         return {"x": x, "plane_tiles": tiles[0], "scale_tiles": tiles[1], "out_features": 8, "bias": None,
                 "group_size": 32, "zero_doubled": 64, "num_planes": 3}  # fmt: skip
+    if op == "bitplane_integers":
+        names = ("x", "plane_tiles", "scale_tiles", "out_features", "bias", "group_size")
+        given = good_of_planes("bitplane_linear", x)
+        return {name: given[name] for name in names} | {"activation_group": 32, "activation_bits": 8}
     levels = codebooks.codebook_of("lloyd_max")
     tiles = ops.prepack_nested(*nested.split(torch.ones(8, 64).bfloat16(), levels)[:4])
     table = dict(zip(("draft_tiles", "exponent_tiles", "low_tiles"), tiles, strict=True))
@@ -74,9 +78,22 @@ def good_of_planes(op: str, x: torch.Tensor) -> dict:
 
 OPS = ("mxfp4_linear", "int4_linear", "int4_dequantize", "bf16_linear", "f32_linear", "quantize_rows", "rms_norm",
        "silu_mul", "rope_write", "ragged_attention", "nested_linear", "nested_rows", "bitplane_linear",
-       "int4_int8_linear")  # fmt: skip
+       "bitplane_integers", "int4_int8_linear")  # fmt: skip
 I8_LANES = torch.zeros(3, 2, 150, 44, dtype=torch.int8)
+EIGHT_PLANES = torch.zeros(8, 1, 2, 64, dtype=U8)
 BAD = [
+    ("bitplane_integers", {"x": torch.zeros(2, 96)}, ValueError, r"x has shape .*takes in_features = 64"),
+    ("bitplane_integers", {"x": torch.zeros(2, 64, dtype=torch.int8)}, TypeError, "x is .*, expected float32"),
+    ("bitplane_integers", {"plane_tiles": EIGHT_PLANES}, ValueError, "stores 8 planes, integers meet 1 to 7"),
+    ("bitplane_integers", {"plane_tiles": torch.zeros(6, 1, 64, dtype=U8)}, ValueError, "plane_tiles has shape"),
+    ("bitplane_integers", {"scale_tiles": torch.zeros(1, 2, 16)}, TypeError, "scale_tiles is"),
+    ("bitplane_integers", {"scale_tiles": torch.zeros(1, 1, 16, dtype=F16)}, ValueError, "scale_tiles has shape"),
+    ("bitplane_integers", {"activation_bits": 16}, ValueError, r"activation_bits is 16, choose one of \[4, 8\]"),
+    ("bitplane_integers", {"activation_group": 16}, ValueError, r"activation_group is 16, choose one of \[32, 64"),
+    ("bitplane_integers", {"activation_group": 64}, ValueError, "activation_group is 64, more than group_size = 32"),
+    ("bitplane_integers", {"group_size": 48}, ValueError, r"group_size is 48, choose one of \[32, 64, 128\]"),
+    ("bitplane_integers", {"out_features": 17}, ValueError, "plane_tiles has shape"),
+    ("bitplane_integers", {"bias": torch.zeros(9)}, ValueError, r"bias has shape \[9\], expected \[8\]"),
     (
         "mxfp4_linear",
         {"x": torch.zeros(2, 96)},

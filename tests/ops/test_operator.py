@@ -18,6 +18,8 @@ SCHEMAS = [
     "bitplane_chosen(Tensor x, Tensor plane_tiles, Tensor scale_tiles, Tensor? resident, Tensor? fetched, Tensor "
     "widths, int out_features, Tensor? bias, int group_size, int zero_doubled, int total_planes, int "
     "outputs_of_weight) -> Tensor",
+    "bitplane_integers(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
+    "group_size, int activation_group, int activation_bits) -> Tensor",
     "bitplane_linear(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "
     "group_size, int zero_doubled, int num_planes) -> Tensor",
     "bitplane_part(Tensor x, Tensor plane_tiles, Tensor scale_tiles, int out_features, Tensor? bias, int "

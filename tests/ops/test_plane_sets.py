@@ -30,6 +30,62 @@ def test_every_prefix(isa):
     assert output_on(isa, CODE, Path(__file__).parent) == "checked"
 
 
+INTEGERS = (
+    PACKAGE
+    + """
+import plane_cases
+assert library.kernel_of("bitplane_integers", "cpu") == sys.argv[2], library.kernel_table()
+print(plane_cases.check_integers())
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def digests() -> dict[str, str]:
+    return {}
+
+
+@needs_kernel
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avxvnni", "avxvnniint8", "avx512vnni", "avx512bf16", "amx"])
+def test_integers_meet_all_planes_with_the_bits_of_generic_code(isa, digests):
+    digests[isa] = output_on(isa, INTEGERS, Path(__file__).parent)
+    assert digests[isa] == digests.setdefault("generic", digests[isa])
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_change_no_bit_of_products_with_integers(threads):
+    planes, scale = plane_cases.random_planes(5, 300, 256, 128)
+    tiles, x = ops.prepack_planes(planes, scale), plane_cases.seeded(520, 256).bfloat16()
+    numbers = {"group_size": 128, "activation_group": 64, "activation_bits": 8}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        whole = ops.bitplane_integers(x, *tiles, 300, None, **numbers)
+        for row in (0, 15, 31, 511, 512, 519):
+            alone = ops.bitplane_integers(x[row : row + 1], *tiles, 300, None, **numbers)
+            assert torch.equal(alone, whole[row : row + 1]), row
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_that_is_not_finite_stands_alone_among_integers():
+    tiles = ops.prepack_planes(*plane_cases.random_planes(5, 20, 64, 32))
+    numbers = {"group_size": 32, "activation_group": 32, "activation_bits": 8}
+    x = plane_cases.seeded(3, 64)
+    x[1, 40] = torch.inf
+    y = ops.bitplane_integers(x, *tiles, 20, None, **numbers)
+    assert y[[0, 2]].isfinite().all()
+    assert y[1].isnan().all()
+
+
+def test_no_rows_and_no_outputs_have_no_product_with_integers():
+    numbers = {"group_size": 32, "activation_group": 32, "activation_bits": 8}
+    for rows, out in ((0, 20), (3, 0)):
+        tiles = ops.prepack_planes(*plane_cases.random_planes(5, out, 64, 32))
+        assert ops.bitplane_integers(plane_cases.seeded(rows, 64), *tiles, out, None, **numbers).shape == (rows, out)
+
+
 def test_levels_without_a_kernel_of_ones_choice():
     plane_cases.check_levels()
 

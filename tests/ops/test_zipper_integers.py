@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import zipper_cases
 from cases import seeded
 
 from hf_mlspec import ops
-from hf_mlspec.formats import activations
+from hf_mlspec.formats import activations, zipper
 from hf_mlspec.formats.zipper import ACTIVATION_GROUP, MODES
 
 
@@ -43,9 +45,24 @@ def test_an_outlier_of_the_inputs_reaches_the_high_part_unrounded():
     torch.testing.assert_close(both - low, x @ high.T, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("bits", "low_bits"), [(6, 2), (6, 3), (8, 4), (8, 5), (8, 6)])
+@pytest.mark.parametrize("mode", MODES)
+def test_low_parts_of_every_number_of_bits_meet_integers(mode, bits, low_bits):
+    """With integers for inputs, whose sums float32 holds, a result is a whole number times the row's scale."""
+    weight = zipper_cases.weight_of(50, 192, bits=bits, low_bits=low_bits, mode=mode)
+    x = torch.randint(-127, 128, (9, 192), generator=torch.Generator().manual_seed(low_bits)).float()
+    x[:, ::ACTIVATION_GROUP] = 127
+    low = zipper.split(weight.codes(), weight.how)[0].long() * weight.how.low_unit
+    weight = dataclasses.replace(weight, weight_scale=torch.full_like(weight.weight_scale, 0.25))
+    how = {"how": weight.how, "low_only": True, "activation_bits": 8}
+    y = ops.zipper_linear(x, ops.prepack_zipper(*weight.parts), 50, **how)
+    assert torch.equal(y, (x.long() @ low.T).float() / 4)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_stand_alone(bits):
-    weight = zipper_cases.weight_of(83, 128)
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_stand_alone(mode, bits):
+    weight = zipper_cases.weight_of(83, 128, mode=mode)
     tiles, x = ops.prepack_zipper(*weight.parts), seeded(17, 128, seed=3)
     whole = ops.zipper_linear(x, tiles, 83, how=weight.how, activation_bits=bits)
     for row in (0, 8, 16):
@@ -62,5 +79,5 @@ def test_groups_are_of_32_where_64_do_not_divide():
 
 def test_other_bits_of_activations_are_refused():
     weight = zipper_cases.weight_of(16, 64)
-    with pytest.raises(ValueError, match="8 or 4 bits, not 5"):
+    with pytest.raises(ValueError, match=r"activation_bits is 5, choose one of \[4, 8\]"):
         ops.zipper_linear(seeded(1, 64), ops.prepack_zipper(*weight.parts), 16, how=weight.how, activation_bits=5)

@@ -47,6 +47,11 @@ def test_pooling_ignores_what_stands_behind_a_query_and_beside_it():
     assert torch.equal(pooled(hidden[1:2, :4], [4], "b")[0], found[1])
 
 
+def test_features_whose_sum_overflows_are_no_error():
+    hidden = torch.full((1, 2, 5), 3e38)
+    assert pooled(hidden, [1], "b").eq(3e38).all()
+
+
 def test_nan_in_features_is_refused():
     hidden = torch.zeros(2, 3, 4)
     hidden[1, 0, 2] = float("nan")

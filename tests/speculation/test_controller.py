@@ -20,6 +20,7 @@ from hf_mlspec.speculation.steady import Steady
 FLAT = costs(1.0, 0.0)  # a pass costs the same whatever its tokens: memory is the limit
 STEEP = costs(1.0, 1.0)  # every token costs what a pass does: arithmetic is
 SURE = 1e9
+pytestmark = pytest.mark.usefixtures("steady_clock")
 
 
 def level(name: str = "draft", cost: PassCosts | None = FLAT, **options: object) -> LevelCosts:

@@ -22,6 +22,7 @@ from hf_mlspec.speculation.steady import Steady
 
 SURE = 1e9
 MEMORY_BOUND = costs(5e-3, 1e-6)
+pytestmark = pytest.mark.usefixtures("steady_clock")
 
 
 class Graphs:

@@ -27,6 +27,7 @@ from ...ops.zipper_table import ZipperTable
 from ...precision import OWN_BITS, Bits
 from ..architecture import Block, rotary
 from ..built import bit_choices, device_of, standing, switches
+from ..capturing import free_cached, wait_for
 from ..own_part import own_part
 from ..rows import cache_format_of
 from .adapted import AdaptedLinear
@@ -75,7 +76,7 @@ class CudaDecoder:
         part = own_part(model) if is_shared(model) else None
         found = served_outline(model if part is None else part.model, device)
         if device.type != "cpu":
-            torch.cuda.synchronize(device)  # weights are about to move, and other streams may be reading them
+            wait_for(device)  # weights are about to move, and other streams may be reading them
         self.sizes, self.dtype, self.device = found.sizes, found.dtype, device
         self.vocab_size = found.sizes.vocab if part is None else part.vocab
         self.logit_softcap, self.ranks = found.sizes.logit_softcap, part and exchange_of(part.ranks)
@@ -106,8 +107,8 @@ class CudaDecoder:
         self.plane_sources = tuple({id(own.source): own.source for own in streamed}.values())
         self._weights = standing(model)
         if device.type != "cpu":
-            torch.cuda.synchronize(device)  # other streams may read them from now on
-            torch.cuda.empty_cache()  # what weights moved from is of other sizes than what comes next
+            wait_for(device)  # other streams may read them from now on
+            free_cached()  # what weights moved from is of other sizes than what comes next
 
     @property
     def fingerprint(self) -> tuple:

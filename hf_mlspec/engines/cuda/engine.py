@@ -18,6 +18,7 @@ from ...formats import CacheFormat
 from ...ops.delta import AT_END, KEEP
 from ...ops.integers import integers
 from ...precision import OWN_BITS, Bits
+from ..capturing import free_cached
 from ..engine import Capabilities, Guess, Rows
 from ..lanes import Lane
 from ..memory import out_of_memory
@@ -199,7 +200,7 @@ def prefill(
             begun = [r for r, count in enumerate(counts, start=first) if count]
             states.forget(begun)
             done = [0 if r in begun else have for r, have in enumerate(done)]
-        torch.cuda.empty_cache()  # behind the error, whose frames hold what the step had computed
+        free_cached()  # behind the error, whose frames hold what the step had computed
     return steps
 
 

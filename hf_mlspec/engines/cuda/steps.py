@@ -18,7 +18,7 @@ from ...nn.plane_source import InGraph, PlaneSource
 from ...nn.state import say_once
 from ...ops.delta import AT_START
 from ...precision import Bits
-from ..built import capturing
+from ..capturing import capturing
 from ..memory import out_of_memory
 from .decoder import CudaDecoder
 from .row_bits import BlockBits

@@ -18,7 +18,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from .states import (
     states_inside,
     with_states_inside,
 )
+from .tapping import tapping_row
 
 _MOST_COPIES = 4  # of one row's state; a level in the middle of a chain is taken back by several rounds
 
@@ -75,6 +77,11 @@ class StatefulEngine(ModuleEngine):
     """
 
     can = Capabilities(by_module=True, stateful=True)
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if "linear_attention" in (getattr(self.model.config.get_text_config(), "layer_types", None) or ()):
+            self.can = replace(StatefulEngine.can, tapped=True)  # their layers read and give [row, tokens, hidden]
 
     def start(self, batch: int, device: torch.device) -> None:
         """No token of `batch` rows is known yet."""
@@ -163,9 +170,9 @@ class StatefulEngine(ModuleEngine):
         row.fed, row.sound = fed[:have], True
         with self._at_bits():
             if have == 0 and length >= row.prefilled > 0:
-                self._pass(row, fed[: row.prefilled])
+                self._pass(r, fed[: row.prefilled])
             for token in fed[len(row.fed) :]:
-                self._pass(row, [token])
+                self._pass(r, [token])
         return row
 
     def _run(self, r: int, tokens: list[int], first: int):
@@ -175,20 +182,22 @@ class StatefulEngine(ModuleEngine):
         row, done = self.settle(r), 0
         if not row.fed:
             row.prefilled = done = first if self._splits_prompts else min(first + 1, len(tokens))
-            scored = self._pass(row, tokens[:done]) if done else None
+            scored = self._pass(r, tokens[:done]) if done else None
             if done > first:
                 yield first, scored
         for place in range(done, len(tokens)):
             length = len(row.fed)
             if length == row.committed and not (row.copies and row.copies[-1].length == length):
                 row.copies = [*row.copies, Kept.of(row.states, length)][-_MOST_COPIES:]
-            yield place, self._pass(row, [tokens[place]])
+            yield place, self._pass(r, [tokens[place]])
 
-    def _pass(self, row: _Row, tokens: list[int]) -> Tensor:
-        """One forward pass of the tokens behind a row: logits `[vocab]` of the last."""
+    def _pass(self, r: int, tokens: list[int]) -> Tensor:
+        """One forward pass of the tokens behind row r: logits `[vocab]` of the last."""
+        row = self.cache.rows[r]
         row.sound, begin, whole = False, len(row.fed), row.fed + tokens
         shown = tokens if self._splits_prompts else whole
-        logits, row.states = self._forward(torch.tensor([shown], device=self.device), begin, row.states)
+        with nullcontext() if self.tap is None else tapping_row(self.model, self.tap, r, begin, len(tokens)):
+            logits, row.states = self._forward(torch.tensor([shown], device=self.device), begin, row.states)
         row.fed, row.sound = whole, True
         return logits
 

@@ -25,13 +25,35 @@ def tapping(model: nn.Module, tap: Tap, plan: Plan, counts: list[int]) -> Iterat
     def write(place: int, hidden: Tensor) -> None:
         tap.states[fed[:, None], slots[fed], place] = hidden.to(tap.states)[fed]
 
+    with _hooked(layers, tap, write):
+        yield
+    tap.wrote(plan.starts, counts)
+
+
+@contextmanager
+def tapping_row(model: nn.Module, tap: Tap, row: int, start: int, count: int) -> Iterator[None]:
+    """The same for a pass of `count` tokens of one row alone, from position `start` on."""
+    tap.reserve(len(tap.first), start + count)
+
+    def write(place: int, hidden: Tensor) -> None:
+        tap.states[row, start : start + count, place] = hidden[0, -count:].to(tap.states)
+
+    counts = [count if r == row else 0 for r in range(len(tap.first))]
+    starts = [start] * len(counts)
+    tap.cut(starts, counts)  # a state went back: what lies behind is another row's future
+    with _hooked(layers_of(model), tap, write):
+        yield
+    tap.wrote(starts, counts)
+
+
+@contextmanager
+def _hooked(layers: nn.ModuleList, tap: Tap, write: Callable[[int, Tensor], None]) -> Iterator[None]:
     hooks = [_hook(layers, number, place, write) for place, number in enumerate(tap.layers)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    tap.wrote(plan.starts, counts)
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

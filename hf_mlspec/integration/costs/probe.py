@@ -13,6 +13,7 @@ from time import monotonic, process_time, time
 import torch
 
 from ...engines.built import device_of
+from ...engines.capturing import wait_for
 from ...engines.choose import engine_of
 from ...engines.engine import Engine, Guess
 from ...engines.head import HeadEngine
@@ -241,7 +242,7 @@ def measured(
         else:
             own.feed([row], Guess(torch.tensor([guess], device=device), [count - 1]) if guess else None)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            wait_for(device)
 
     most = own.max_positions or 2 * LONG
     how = {"budget": budget, "repeats": repeats, "step": step, "long": long and most > LONG + TOKENS[-1]}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...engines.capturing import wait_for
 from ...engines.cuda.decoder import CudaDecoder
 from ...engines.cuda.states import DeltaStates
 from ...engines.cuda.steps import Recording, recorded
@@ -57,7 +58,7 @@ def replays(engine: Engine) -> Callable[[int, int], None]:
                 graphs[key] = None, once
         graph, once = graphs[key]
         once() if graph is None else graph.replay()
-        torch.cuda.synchronize(decoder.device)
+        wait_for(decoder.device)
 
     return run
 

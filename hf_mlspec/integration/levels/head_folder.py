@@ -70,7 +70,9 @@ def read_head_folder(path: str) -> HeadFolder:
     said = read_object(Path(path) / "config.json")
     kind = said.get("speculators_model_type")
     if kind is not None and kind != "eagle3":
-        raise ValueError(f"{path!r} holds a head of kind {kind!r}: EAGLE-3 heads are read ('eagle3')")
+        raise ValueError(
+            f"{path!r} holds a head of kind {kind!r}: those of EAGLE-3 ('eagle3') and MTP layers ('mtp') are read"
+        )
     try:
         found = _speculators(path, said) if kind is not None else _specforge(path, said)
         _check_sizes(found)

@@ -7,7 +7,9 @@ from torch import nn
 from ...engines.choose import word_of
 from ...engines.engine import Engine
 from ...engines.head import HeadEngine
+from ...engines.modules.mtp import MtpEngine
 from ...engines.tap import Tap
+from ...nn.mtp import MtpHead
 from ...nn.state import say_once
 from ..config import SpeculationConfig
 from .resolve import Level
@@ -42,4 +44,5 @@ def head_engine(level: Level, above: list[Engine], capacity: int) -> HeadEngine:
     tap = Tap(shape.taps, shape.target_hidden, target.dtype)
     for engine in above:
         engine.tap = tap
-    return HeadEngine(level.model, tap, capacity)
+    kind = MtpEngine if isinstance(level.model, MtpHead) else HeadEngine
+    return kind(level.model, tap, capacity)

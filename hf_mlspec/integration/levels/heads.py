@@ -152,11 +152,12 @@ def _give(head: EagleHead, own: dict[str, Tensor], path: str) -> None:
                 f"the weights in {path!r} do not fit its config.json: {name} is {list(tensor.shape)} there and "
                 f"{list(expected[name].shape)} by the config"
             )
-        _check_values(name, tensor, path)
+        check_values(name, tensor, path)
     head.load_state_dict(own, strict=False, assign=True)
 
 
-def _check_values(name: str, tensor: Tensor, path: str) -> None:
+def check_values(name: str, tensor: Tensor, path: str) -> None:
+    """ValueError for a tensor of a head of another dtype than a model's, and for one with NaN or Inf."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{name} of the head in {path!r} is {tensor.dtype}: convert it to float32 or bfloat16")
     if not bool(torch.isfinite(tensor).all()):
@@ -179,7 +180,7 @@ def _embedding(head: EagleHead, target: nn.Module, tensors: dict[str, Tensor], f
             f"the weights in {folder.path!r} do not fit its config.json: embed_tokens.weight is {list(stored.shape)} "
             f"there and {[folder.vocab, width]} by the config"
         )
-    _check_values("embed_tokens.weight", stored, folder.path)
+    check_values("embed_tokens.weight", stored, folder.path)
     stored = stored.to(head.dtype)
     weight = own_tensor(table, "weight").detach() if type(table) is nn.Embedding else None
     if weight is not None and weight.shape == stored.shape and torch.equal(whole(weight).cpu(), stored):

@@ -60,10 +60,10 @@ def require_engine(target: nn.Module, word: str, bits: Bits, engine: Engine) -> 
     if bits.activation == 16 or engine.name == "modules":
         return
     own = (layer for layer in target.modules() if isinstance(layer, PackedLinear) and layer.switch is switch)
-    if not all(map(meets_integers, own)):
+    if not all(meets_integers(layer, engine.name.upper()) for layer in own):
         own = Precision(switch.record.family, switch.bits.weight, bits.activation)
         raise ValueError(
-            f"level {word!r}: a compiled decoder multiplies these {switch.record.title} by 16-bit activations alone: "
+            f"level {word!r}: the decoder of GPUs multiplies these {switch.record.title} by 16-bit activations alone: "
             f"its levels are called {_fitting(switch)}; or quantize with mode='paper', whose low part has 4 bits; or "
             f"let the target have {bits.activation}-bit ones, too "
             f"(activation_bits={bits.activation}, {str(own)!r}), which run module by module"

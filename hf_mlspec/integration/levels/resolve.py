@@ -17,6 +17,7 @@ from ...nn.adapters import without_wrapper
 from ...nn.castable import holds_draft
 from ...nn.fewer_experts import fewer_experts
 from ...nn.head import EagleHead
+from ...nn.mtp import MtpHead
 from ...nn.nest import nest
 from ...nn.packed import PackedModule
 from ...nn.replace import direct_cast, early_exit, is_view
@@ -34,8 +35,9 @@ from ..streamed import drop_fetches
 from .heads import load_head
 from .load import load_level, require_config
 from .lower_precision import check_descent, lower_precision
+from .mtp import load_mtp, own_folder
 from .routing import draft_router
-from .words import LOOKUPS, Word, as_words, is_head_folder, parse_level
+from .words import LOOKUPS, Word, as_words, head_kind, is_head_folder, parse_level
 
 Built = TypeVar("Built")
 # One level is built at a time: what transformers sets while it loads a model, such as the device of new parameters, it
@@ -64,7 +66,7 @@ class Level:
     @property
     def is_head(self) -> bool:
         """Whether it drafts from hidden states of the levels above."""
-        return isinstance(self.model, EagleHead)
+        return isinstance(self.model, (EagleHead, MtpHead))
 
 
 def resolve(
@@ -156,7 +158,7 @@ def _check_order(levels: list, words: list[Word | None]) -> None:
 
 
 def _drafts_only(word: Word) -> bool:
-    return word.kind in LOOKUPS or (word.kind == "load" and is_head_folder(word.path))
+    return word.kind in (*LOOKUPS, "mtp") or (word.kind == "load" and is_head_folder(word.path))
 
 
 def _check_above(above: list[Level], index: int, head: Level) -> None:
@@ -219,28 +221,39 @@ def _from_word(
         return Level(text, model=target, shape_of_target=True, bits=bits)
     if word.kind == "routed":
         return Level(text, model=target, shape_of_target=True, router=draft_router(target, config, state))
-    key = text, config.cast_head, config.materialize, config.cast_rule, config.cast_activation_bits
     if word.kind == "cast":
-        model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
+        key, options = _cast_key(text, config), _cast_options(word, config)
+        model = _keep_view(state, key, target, config, lambda: direct_cast(target, **options))
         return Level(text, model=model, shape_of_target=True)
     if word.kind in _VIEWS:
         model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind](target, word.number))
         return Level(text, model=model, shape_of_target=True)
-    place = next(target.parameters())
-    cast, is_head = _cast_options(word, config) if word.cast else None, is_head_folder(word.path)
+    return _loaded(target, text, word, config, state)
+
+
+def _loaded(target: nn.Module, text: str, word: Word, config: SpeculationConfig, state: ModelState) -> Level:
+    """A level that is read from a folder: a model or a head."""
+    place, cast = next(target.parameters()), _cast_options(word, config) if word.cast else None
+    kind = "mtp" if word.kind == "mtp" else head_kind(word.path)
+    path = word.path or own_folder(target)
 
     def load() -> tuple[nn.Module, object | None]:
-        if is_head:
-            return load_head(target, word.path, cast), None
-        return load_level(target, word.path, cast)
+        if kind is None:
+            return load_level(target, path, cast)
+        return (load_mtp if kind == "mtp" else load_head)(target, path, cast), None
 
     def made_for() -> tuple:
         """What a loaded level depends on: a head also on the tables that it shares."""
-        return place.device, target.dtype, *(_tables(target) if is_head else ())
+        return place.device, target.dtype, *(_tables(target) if kind is not None else ())
 
-    model, tokenizer = _keep(state, key if word.cast else (text,), made_for, load)
-    name = Path(word.path).name or text
+    key = _cast_key(text, config) if word.cast else (text, path)
+    model, tokenizer = _keep(state, key, made_for, load)
+    name = text.partition("@")[0] if word.kind == "mtp" and word.path is None else Path(path).name or text
     return Level(f"{name}@{word.cast}" if word.cast else name, model=model, tokenizer=tokenizer)
+
+
+def _cast_key(text: str, config: SpeculationConfig) -> tuple:
+    return text, config.cast_head, config.materialize, config.cast_rule, config.cast_activation_bits
 
 
 def _tables(target: nn.Module) -> tuple:

@@ -24,17 +24,21 @@ SEPARATORS = re.compile("[+,]")  # of the levels of a chain that is written as o
 _VIEWS = {"early_exit": "layers", "experts": "experts a token"}
 _HEAD_CLASS = "Eagle3"  # in the names of all classes of such heads
 _CONFIGS: dict[str, Path] = {}  # of hub names that were asked for
+_MTP = "mtp"
 LOOKUPS = ("prompt_lookup", "ngram", "lookups")
-_OTHER_WORDS = ("qspec", "routed", "PATH", "PATH@mxfp4", *LOOKUPS, "early_exit:N", "experts:N")
+_OTHER_WORDS = (
+    "qspec", "routed", "PATH", "PATH@mxfp4", _MTP, f"{_MTP}:PATH", *LOOKUPS, "early_exit:N", "experts:N",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Word:
-    """A parsed level word: kind "cast", "precision", "routed", "load", "prompt_lookup", "ngram", "lookups" or one of
-    `_VIEWS`.
+    """A parsed level word: kind "cast", "precision", "routed", "load", "mtp", "prompt_lookup", "ngram", "lookups" or
+    one of `_VIEWS`.
 
-    cast: the format that the target (kind "cast") or a loaded model (kind "load") is cast to, None for the latter as
-    it is. precision: None for "qspec", whose weights are whatever the target's are. number: of layers, or experts.
+    path: of a loaded model, or of the checkpoint whose MTP layer is meant, None for the target's own. cast: the format
+    that the target (kind "cast") or what is loaded is cast to, None for the latter as it is. precision: None for
+    "qspec", whose weights are whatever the target's are. number: of layers, or experts.
     """
 
     kind: str
@@ -67,6 +71,8 @@ def parse_level(text: str) -> Word:
     path, at, suffix = text.rpartition("@")
     cast = suffix if at and _is_cast(suffix) else None
     path = path if cast else text
+    if path == _MTP or path.startswith(f"{_MTP}:"):
+        return Word("mtp", path=_mtp_path(path), cast=cast)
     if is_hub_name(path) or _is_there(path):
         return Word("load", path=path, cast=cast)
     words = _words()
@@ -75,6 +81,14 @@ def parse_level(text: str) -> Word:
     alike = [] if text in FORMATS else difflib.get_close_matches(text.lower(), words, n=1)
     meant, told = f"; did you mean {alike[0]!r}" if alike else "", ", ".join(words)
     raise ValueError(f"level {text!r} is neither an existing folder nor a known word{meant}; words are {told}")
+
+
+def _mtp_path(text: str) -> str | None:
+    """The folder or hub name behind "mtp:", None for "mtp" alone."""
+    path = text.removeprefix(f"{_MTP}:") if text != _MTP else None
+    if path is not None and not (is_hub_name(path) or _is_there(path)):
+        raise ValueError(f"level {text[:80]!r}: mtp takes an existing folder or a hub name, as in 'mtp:FOLDER'")
+    return path
 
 
 def is_hub_name(path: str) -> bool:
@@ -93,18 +107,24 @@ def _is_there(path: str) -> bool:
 def is_head_folder(path: str) -> bool:
     """Whether the config.json of a folder or hub name is of a head that drafts with its target's hidden states, read
     here or not."""
+    return head_kind(path) is not None
+
+
+def head_kind(path: str) -> str | None:
+    """Of such a head what kind it is, "eagle3", "mtp" or what the `speculators` package calls it; None for none."""
     file = _config_file(path)
     if file is None:
-        return False
+        return None
     try:
         said = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
-        return False  # whoever loads a model from it says what is wrong
+        return None  # whoever loads a model from it says what is wrong
     if not isinstance(said, dict):
-        return False
+        return None
     names = said.get("architectures")
     names = names if isinstance(names, list) else []
-    return "speculators_model_type" in said or any(_HEAD_CLASS in str(name) for name in names)
+    kind = "eagle3" if any(_HEAD_CLASS in str(name) for name in names) else None
+    return str(said.get("speculators_model_type", kind)) if "speculators_model_type" in said else kind
 
 
 def require_no_head(path: str) -> None:

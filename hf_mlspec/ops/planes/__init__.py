@@ -14,10 +14,12 @@ from ...formats.mxfp4 import BLOCK
 from ...formats.planes import GROUP_SIZES, MAX_PLANES, zeros_doubled
 from ..cuda_library import serves
 from ..operator import REFERENCES, Operands, like_x, operator
-from ..products import bias_of, finish, in_slices, rounded, tiles_of
+from ..products import bias_of, finish, in_slices, integer_product, rounded, tiles_of
 from ..tiles import TILE_OUTPUTS, num_tiles
 from . import tiles, tiles_cuda
 from .tiles import PLANE_BYTES
+
+INTEGER_PLANES = 7  # the most that integers meet
 
 
 class PlaneTiles(NamedTuple):
@@ -235,6 +237,55 @@ def bitplane_sums(
 ) -> Tensor:  # fmt: skip
     """``bitplane_linear`` of x of any float dtype without the last rounding -> float32 ``[..., out]``."""
     return _bitplane_sums(x, plane_tiles, scale_tiles, out_features, group_size, zero_doubled, num_planes)
+
+
+def _check_integers(given: Operands) -> None:
+    given.require_choice("group_size", GROUP_SIZES)
+    in_features, stored = _check_weight(given)
+    given.require_choice("activation_group", GROUP_SIZES)
+    given.require_choice("activation_bits", (4, 8))
+    if stored > INTEGER_PLANES:
+        raise ValueError(f"{given.op}: the weight stores {stored} planes, integers meet 1 to {INTEGER_PLANES}")
+    if given.activation_group > given.group_size:
+        raise ValueError(
+            f"{given.op}: activation_group is {given.activation_group}, more than group_size = {given.group_size}"
+        )
+    given.require_rows(in_features, given.out_features)
+
+
+@operator(_check_integers, like_x)
+def _bitplane_integers(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None, group_size: int,
+    activation_group: int, activation_bits: int,
+) -> Tensor:  # fmt: skip
+    plane_tiles, scale_tiles = on_cpu_order(plane_tiles, scale_tiles, out_features)
+    zero, copies = 2 ** (len(plane_tiles) - 1), group_size // activation_group
+
+    def part(rows: slice) -> Tensor:
+        cut = tiles_of(rows)
+        planes, scale = tiles.unpack(plane_tiles[:, cut], scale_tiles[cut], rows.stop - rows.start)
+        codes = (bitplanes.unpack_planes(planes).to(torch.int16) - zero).to(torch.int8)
+        own = scale.double().repeat_interleave(copies, 1)
+        return integer_product(x, codes, own, activation_group, activation_bits, bias_of(bias, rows))
+
+    return in_slices(part, out_features, x.shape[-1])
+
+
+def bitplane_integers(
+    x: Tensor, plane_tiles: Tensor, scale_tiles: Tensor, out_features: int, bias: Tensor | None = None, *,
+    group_size: int, activation_group: int, activation_bits: int,
+) -> Tensor:  # fmt: skip
+    """float x ``[..., in]`` as integers of 8 or 4 bits times all 1 to 7 planes of a weight from ``prepack_planes``,
+    whose middle code means 0 -> ``[..., out]`` in x.dtype.
+
+    x is quantized in groups of activation_group inputs (formats/activations.py), which are not larger than the
+    weight's. Dot products of a group are exact, in float32 they are scaled and added group after group. There is no
+    kernel for GPUs: plain torch there.
+    """
+    multiply = REFERENCES["bitplane_integers"] if x.is_cuda else _bitplane_integers
+    return multiply(
+        x, plane_tiles, scale_tiles, out_features, bias, group_size, activation_group, activation_bits
+    )
 
 
 def prepack_planes(planes: Tensor, scale: Tensor) -> PlaneTiles:

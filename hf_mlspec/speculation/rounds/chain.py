@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ...engines.capturing import free_cached
 from ...engines.cuda.states import DeltaStates
 from ...engines.memory import WORTH_ASKING, available, moved, out_of_memory
 from ...engines.rows import GROWTH, new_kv, up_to_growth
@@ -270,12 +271,9 @@ def _locked(models, key, bucket, slots, build, stream_of) -> CapturedChain | Non
         chain = None
         let_go(models[0])
         gc.collect()
-        torch.cuda.empty_cache()
-    say_once(
-        models[0],
-        f"rounds run step by step: not enough memory to capture them for {bucket} rows of {slots} tokens ({problem}); "
-        "ask for fewer new tokens or rows, or free what else is on the device"
-    )
+        free_cached()
+    say_once(models[0], f"rounds run step by step: not enough memory to capture them for {bucket} rows of {slots} "
+                        f"tokens ({problem}); ask for fewer new tokens or rows, or free what else is on the device")
     return None
 
 

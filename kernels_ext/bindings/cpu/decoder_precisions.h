@@ -97,6 +97,8 @@ inline Linear zipper_linear(const std::string& name, const at::Tensor& low, cons
                             int64_t in, int64_t out, int64_t group) {
   Linear linear;
   if (low.dim() == 4) {
+    TORCH_CHECK_VALUE(low.size(0) <= kIntegerPlanes, name, ".plane_tiles has shape ", low.sizes(), ", a low part has 1 to ",
+                      kIntegerPlanes, " planes");
     linear = planes_linear(name, low, scale, in, out, group, int64_t(1) << low.size(0));
   } else {
     linear.format = WeightFormat::kInt4;
@@ -148,11 +150,10 @@ inline void check_bits(const Linear& linear, Bits asked, const std::string& what
       return;
     case WeightFormat::kZipper:
       TORCH_CHECK_VALUE((bits.weight == kZipperWhole || bits.weight == kZipperLow) &&
-                            (bits.activation == 16 || (!linear.stored_planes && (bits.activation == 8 || bits.activation == 4))),
+                            (bits.activation == 16 || bits.activation == 8 || bits.activation == 4),
                         what, "weight_bits is ", bits.weight, " and activation_bits ", bits.activation, ", choose ", kZipperWhole,
-                        " (both parts) or ", kZipperLow, " (the low one) and ", linear.stored_planes ? "16" : "16, 8 or 4",
-                        " for zipper weights", linear.stored_planes ? " whose low part is bit-planes" : "",
-                        ", or 0 for each layer's own");
+                        " (both parts) or ", kZipperLow, " (the low one) and 16, 8 or 4 for zipper weights, or 0 for each layer's "
+                        "own");
       return;
     case WeightFormat::kLut: {
       const int64_t least = least_planes_of(linear.stored_planes, linear.table_columns);

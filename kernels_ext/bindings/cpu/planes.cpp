@@ -22,9 +22,9 @@ void check_planes(const char* op, const Tensor& tiles, int64_t out_features) {
                     {tiles.size(0), round_up(out_features, kTileOutputs), tiles.size(2), kPlaneBytes});
 }
 
-Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
-                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
-  constexpr const char* op = "bitplane_linear";
+// All of the arguments but activations, bias, result and which planes are read.
+mlspec_linear_args planes_weight(const char* op, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                                 int64_t group_size) {
   check_one_of(op, "group_size", group_size, kGroupSizes);
   check_planes(op, plane_tiles, out_features);
   const int64_t in = plane_tiles.size(2) * kBlock;
@@ -36,9 +36,16 @@ Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor&
   args.group = group_size;
   args.in_features = in;
   args.out_features = out_features;
-  args.num_planes = num_planes;
   args.stored_planes = plane_tiles.size(0);
   args.plane_bytes = plane_tiles.size(1) * plane_tiles.size(2) * kPlaneBytes;
+  return args;
+}
+
+Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                       const std::optional<Tensor>& bias, int64_t group_size, int64_t zero_doubled, int64_t num_planes) {
+  constexpr const char* op = "bitplane_linear";
+  mlspec_linear_args args = planes_weight(op, plane_tiles, scale_tiles, out_features, group_size);
+  args.num_planes = num_planes;
   args.zero_doubled = zero_doubled;
   TORCH_CHECK_VALUE(num_planes >= 1 && num_planes <= args.stored_planes, op, ": num_planes is ", num_planes,
                     ", the weight stores ", args.stored_planes, ": choose 1 to ", args.stored_planes);
@@ -46,6 +53,23 @@ Tensor bitplane_linear(const Tensor& x, const Tensor& plane_tiles, const Tensor&
   return multiply(op, {cpu_kernels().bitplane_linear, MLSPEC_ACTS_BF16, 0, 0}, x, args, bias);
 }
 
+Tensor bitplane_integers(const Tensor& x, const Tensor& plane_tiles, const Tensor& scale_tiles, int64_t out_features,
+                         const std::optional<Tensor>& bias, int64_t group_size, int64_t activation_group, int64_t activation_bits) {
+  constexpr const char* op = "bitplane_integers";
+  mlspec_linear_args args = planes_weight(op, plane_tiles, scale_tiles, out_features, group_size);
+  args.num_planes = args.stored_planes;
+  check_one_of(op, "activation_group", activation_group, kGroupSizes);
+  check_one_of(op, "activation_bits", activation_bits, {4, 8});
+  TORCH_CHECK_VALUE(args.stored_planes <= kIntegerPlanes, op, ": the weight stores ", args.stored_planes,
+                    " planes, integers meet 1 to ", kIntegerPlanes);
+  TORCH_CHECK_VALUE(activation_group <= group_size, op, ": activation_group is ", activation_group, ", more than group_size = ",
+                    group_size);
+  return multiply(op, {cpu_kernels().bitplane_linear_int8, MLSPEC_ACTS_INT, activation_group, activation_bits}, x, args, bias);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(mlspec, CPU, m) { m.impl("bitplane_linear", bitplane_linear); }
+TORCH_LIBRARY_IMPL(mlspec, CPU, m) {
+  m.impl("bitplane_linear", bitplane_linear);
+  m.impl("bitplane_integers", bitplane_integers);
+}

@@ -8,6 +8,9 @@
 
 namespace mlspec {
 
+// The most planes that integers meet: two products of such a code and an int8 fit the int16 of vpmaddubsw.
+inline constexpr int64_t kIntegerPlanes = 7;
+
 // Kernels multiply what planes mean as bfloat16: of eight planes only a zero in the middle leaves no level too long for it.
 inline void check_zero_doubled(const std::string& what, int64_t zero_doubled, int64_t stored_planes) {
   const int64_t highest = 2 * ((int64_t{1} << stored_planes) - 1);

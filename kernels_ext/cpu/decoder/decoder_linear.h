@@ -92,6 +92,9 @@ struct Linear {
   // Whether a call reads planes that have to come first.
   bool fetches(Bits asked) const { return resident_planes > 0 && at(asked).weight > resident_planes; }
 
+  // Inputs that share a scale as integers, of a weight in two: 64, or 32 where 64 do not divide them.
+  int64_t zipper_group() const { return in_features % 64 ? 32 : 64; }
+
   // Bytes that a call reads of 16 outputs, nearly.
   int64_t bytes_per_tile(Bits asked) const { return cpu_tiles::kTileOutputs * columns() * at(asked).weight / 8; }
 };

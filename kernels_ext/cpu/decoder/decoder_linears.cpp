@@ -74,7 +74,7 @@ mlspec_acts Decoder::acts_for(const Linear& next, int64_t rows) const {
     acts.kind = cpu_kernels().bf16_linear_acts;
   } else if (bits < 16) {
     acts.kind = MLSPEC_ACTS_INT;
-    acts.group = next.format == WeightFormat::kInt4 || next.format == WeightFormat::kZipper ? next.group : 32;
+    acts.group = next.format == WeightFormat::kInt4 ? next.group : next.format == WeightFormat::kZipper ? next.zipper_group() : 32;
     acts.bits = bits;
     acts.wide = 2 * next.outliers;
     acts.clip = next.activation_clip;
@@ -133,7 +133,7 @@ mlspec_linear_fn Decoder::kernel_for(const Linear& linear) const {
     case WeightFormat::kInt4: return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
     case WeightFormat::kPlanes: return kernels.bitplane_linear;
     case WeightFormat::kZipper:
-      if (linear.stored_planes) return kernels.bitplane_linear;
+      if (linear.stored_planes) return integer ? kernels.bitplane_linear_int8 : kernels.bitplane_linear;
       return integer ? kernels.int4_linear_int8 : kernels.int4_linear_bf16;
     case WeightFormat::kLut: return kernels.lut_linear;
     case WeightFormat::kNested: break;

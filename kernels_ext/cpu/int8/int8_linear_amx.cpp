@@ -199,6 +199,8 @@ extern "C" void mlspec_nested_linear_int8_amx(const mlspec_linear_args* args, in
   matrix_linear<Nested, false, 1>(*args, begin, end);
 }
 
+MLSPEC_LINEAR(bitplane_linear_int8_amx, bitplane_linear_int8)
+
 extern "C" void mlspec_int4_linear_int8_amx(const mlspec_linear_args* args, int64_t begin, int64_t end) {
   const bool small_groups = args->group == kBlock;
   if (args->acts->num_rows < (small_groups ? kFromSmallGroups : kFromGroups)) return linear<Int4>(*args, begin, end);

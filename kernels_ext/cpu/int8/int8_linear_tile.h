@@ -1,4 +1,4 @@
-// How does a 4-bit weight meet int8 activations? One algorithm for every instruction set and every format.
+// How does a weight of few bits meet int8 activations? One algorithm for every instruction set and every format.
 //
 // Included by each int8_linear_<isa>.cpp inside its anonymous namespace, after `Isa`, so that every function here
 // is compiled for that instruction set and shared with no other file. A lane is an output; per scale group and token
@@ -20,6 +20,26 @@ constexpr int kMxfp4Offset = Isa::kSigned ? 0 : 12;
 
 constexpr int kVaries = -1;  // an offset that differs between outputs
 
+// How 4-bit tiles lie: kTileBytes a block of 32 elements, scales in the groups of the activations, x in the order of memory.
+// Bit-planes have these names, too (../planes/planes_int8.h).
+template <class Format>
+struct NibbleTiles {
+  static constexpr int64_t kBlockBytes = kTileBytes, kAhead = 4096;
+  static int64_t bytes_read(const mlspec_linear_args& a) { return a.in_features / kBlock * kTileBytes; }  // of a tile
+  static int64_t scale_row(const mlspec_linear_args&, int64_t tile, int64_t g, int64_t groups) { return tile * groups + g; }
+  static auto unpack(const mlspec_linear_args& a) { return typename Isa::template Unpack<Format>(a); }
+  static void prefetch(const mlspec_linear_args&, const uint8_t* block) { Isa::prefetch(block); }
+  template <int N>
+  static const int8_t* in_order(const int8_t* x, int8_t*) {
+    return x;
+  }
+  template <int N>
+  static inline __attribute__((always_inline)) void add_block(const typename Isa::template Unpack<Format>& unpack,
+                                                              const uint8_t* weight, const int8_t* x, Isa::Int (&dots)[N]) {
+    Isa::template add_block<Format, N>(unpack, weight, x, dots);
+  }
+};
+
 // What the 16 codes of a sign and an index mean, as operands.
 template <class Magnitude>
 inline void fill_signed(const Magnitude* magnitude, int offset, int8_t (&values)[16]) {
@@ -29,7 +49,7 @@ inline void fill_signed(const Magnitude* magnitude, int offset, int8_t (&values)
   }
 }
 
-struct Mxfp4 {
+struct Mxfp4 : NibbleTiles<Mxfp4> {
   static constexpr int kLargestCode = 24;
   static constexpr bool kUsesTable = true;
   static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
@@ -46,7 +66,7 @@ struct Mxfp4 {
 };
 
 // The draft of a nested weight: MXFP4 with a codebook that the weight brings along, in units of 2^(byte - 132).
-struct Nested {
+struct Nested : NibbleTiles<Nested> {
   static constexpr int kOffset = Isa::kSigned ? 0 : 63, kLargestCode = 126;  // entries are 0..63
   static_assert(2 * kLargestCode * 127 <= 32767, "two products fit the int16 of vpmaddubsw");
   static constexpr bool kUsesTable = true;
@@ -59,7 +79,7 @@ struct Nested {
   }
 };
 
-struct Int4 {
+struct Int4 : NibbleTiles<Int4> {
   static constexpr int kLargestCode = 15;
   static constexpr bool kUsesTable = false;  // the code is the operand
   static void fill(const mlspec_linear_args&, int8_t (&values)[16]) {
@@ -143,12 +163,12 @@ inline __attribute__((always_inline)) void start_dots(const mlspec_linear_args& 
 template <class Format, int T, int N>
 void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64_t token) {
   constexpr int V = Isa::kVectors;
-  const int64_t blocks = a.in_features / kBlock, tile_bytes = blocks * kTileBytes;
+  const int64_t blocks = a.in_features / kBlock, tile_bytes = blocks * Format::kBlockBytes;
   const int64_t group_blocks = Format::blocks_per_group(a), groups = blocks / group_blocks;
   const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + tile * tile_bytes;
   const int8_t* x = part.codes;
-  const typename Isa::template Unpack<Format> unpack(a);
-  const TileStreams streams(tile_bytes, T);
+  const auto unpack = Format::unpack(a);
+  const TileStreams streams(tile_bytes, T, Format::kAhead);
   typename Isa::Float acc[T][V][N];
 #pragma GCC unroll 4
   for (int i = 0; i < T * V; ++i) {
@@ -159,21 +179,23 @@ void multiply(const mlspec_linear_args& a, const Part& part, int64_t tile, int64
     typename Isa::Int dots[T][V][N];
 #pragma GCC unroll 4
     for (int i = 0; i < T * V; ++i) {
-      const int64_t at = ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes;
+      const int64_t at = Format::scale_row(a, tile + i / V, g, groups) * kTileOutputs + i % V * kLanes;
       start_dots<Format, N>(a, at, part.prepared, part.corrections + g * N, dots[i / V][i % V]);
     }
-    for (int64_t b = 0; b < group_blocks; ++b, weight += kTileBytes, x += N * kBlock) {
-      const int64_t ahead = streams.distance((g * group_blocks + b) * kTileBytes);
+    for (int64_t b = 0; b < group_blocks; ++b, weight += Format::kBlockBytes, x += N * kBlock) {
+      const int64_t ahead = streams.distance((g * group_blocks + b) * Format::kBlockBytes);
+      alignas(64) int8_t room[N * kBlock];
+      const int8_t* const own = Format::template in_order<N>(x, room);
 #pragma GCC unroll 4
       for (int i = 0; i < T * V; ++i) {
         const uint8_t* w = weight + i / V * tile_bytes;
-        if (i % V == 0) Isa::prefetch(w + ahead);
-        Isa::template add_block<Format, N>(unpack, w + i % V * kLanes * 4, x, dots[i / V][i % V]);
+        if (i % V == 0) Format::prefetch(a, w + ahead);
+        Format::template add_block<N>(unpack, w + i % V * kLanes * 4, own, dots[i / V][i % V]);
       }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < T * V; ++i) {
-      const auto scale = Format::scale(a, ((tile + i / V) * groups + g) * kTileOutputs + i % V * kLanes);
+      const auto scale = Format::scale(a, Format::scale_row(a, tile + i / V, g, groups) * kTileOutputs + i % V * kLanes);
 #pragma GCC unroll 16
       for (int t = 0; t < N; ++t) {
         auto& sum = acc[i / V][i % V][t];
@@ -244,7 +266,7 @@ template <class Format>
 void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   static constexpr auto kWidths = widths<Format>(std::make_integer_sequence<int, Isa::kMaxTokens>());
   constexpr int64_t kPanelBytes = 512 * 1024;
-  const int64_t tokens = a.acts->num_rows, tile_bytes = a.in_features / kBlock * kTileBytes;
+  const int64_t tokens = a.acts->num_rows, tile_bytes = Format::bytes_read(a);
   const int64_t token_bytes = a.in_features + 8 * mlspec_groups(a.acts);
   const int64_t most = std::clamp<int64_t>((kPartBytes - 256) / token_bytes, 1, Isa::kMaxTokens);
   const int64_t parts = (tokens + most - 1) / most;
@@ -258,8 +280,11 @@ void linear(const mlspec_linear_args& a, int64_t out_begin, int64_t out_end) {
   }
 }
 
-// The three kernels of an instruction set that has no other way.
-#define MLSPEC_INT8_LINEARS(isa)                             \
-  MLSPEC_LINEAR(mxfp4_linear_int8_##isa, linear<Mxfp4>)  \
+#include "../planes/planes_int8.h"
+
+// The kernels of an instruction set that has no other way.
+#define MLSPEC_INT8_LINEARS(isa)                              \
+  MLSPEC_LINEAR(mxfp4_linear_int8_##isa, linear<Mxfp4>)   \
   MLSPEC_LINEAR(nested_linear_int8_##isa, linear<Nested>) \
-  MLSPEC_LINEAR(int4_linear_int8_##isa, linear<Int4>)
+  MLSPEC_LINEAR(int4_linear_int8_##isa, linear<Int4>)     \
+  MLSPEC_LINEAR(bitplane_linear_int8_##isa, bitplane_linear_int8)

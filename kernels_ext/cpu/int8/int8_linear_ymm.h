@@ -3,7 +3,10 @@
 // Included inside the anonymous namespace of int8_linear_{avx2,avxvnni,avxvnniint8}.cpp after `struct Dot`, which has
 // kSigned and dot<Format>(dots, codes[8], x): dots plus the products of a block of 32.
 
+#include "../planes/planes_linear_ymm.h"
+
 struct Isa {
+  using Bits = YmmBits;
   using Int = __m256i;
   using Float = __m256;
   static constexpr int kVectors = 2, kMaxTokens = 6;
@@ -55,7 +58,12 @@ struct Isa {
       codes[2 * j] = unpack.low(bytes);
       codes[2 * j + 1] = unpack.high(bytes);
     }
+    add_operands<Format, N>(codes, x, dots);
+  }
+
+  template <class Format, int N>
+  static inline __attribute__((always_inline)) void add_operands(const Int (&operands)[8], const int8_t* x, Int (&dots)[N]) {
 #pragma GCC unroll 16
-    for (int t = 0; t < N; ++t) dots[t] = Dot::dot<Format>(dots[t], codes, x + 32 * t);
+    for (int t = 0; t < N; ++t) dots[t] = Dot::template dot<Format>(dots[t], operands, x + 32 * t);
   }
 };

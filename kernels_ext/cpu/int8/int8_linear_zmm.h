@@ -3,7 +3,10 @@
 // Included inside the anonymous namespace of int8_linear_{avx512vnni,avx512bf16,amx}.cpp; MLSPEC_INT8_VBMI says that
 // vpermb is at hand.
 
+#include "../planes/planes_linear_zmm.h"
+
 struct Isa {
+  using Bits = Zmm;
   using Int = __m512i;
   using Float = __m512;
   static constexpr int kVectors = 1, kMaxTokens = 12;
@@ -61,6 +64,15 @@ struct Isa {
       for (int t = 0; t < N; ++t) dot(dots[t], low, x + 32 * t + 8 * j);
 #pragma GCC unroll 16
       for (int t = 0; t < N; ++t) dot(dots[t], high, x + 32 * t + 8 * j + 4);
+    }
+  }
+  // Operands that lie in registers: four bytes of operand k meet x[32 t + 4 k] and on.
+  template <class Format, int N>
+  static inline __attribute__((always_inline)) void add_operands(const Int (&operands)[8], const int8_t* x, Int (&dots)[N]) {
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+#pragma GCC unroll 16
+      for (int t = 0; t < N; ++t) dot(dots[t], operands[k], x + 32 * t + 4 * k);
     }
   }
   static void dot(__m512i& dots, __m512i codes, const int8_t* x) {
