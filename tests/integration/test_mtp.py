@@ -265,6 +265,8 @@ def test_a_layer_stands_last_and_below_the_target_itself(tmp_path):
     refused(ValueError, "was loaded from none", inputs, target, assistant_models=["mtp"])
     folder = str(write_mtp(tmp_path, target, layer_of(target)))
     refused(ValueError, "cannot check drafts", inputs, target, assistant_models=["mtp", "mxfp4"])
+    refused(ValueError, "goes through rows alone: leave tree out", inputs, target, assistant_models=["mtp"],
+            speculation_config={"tree": [2]})  # fmt: skip
     other = tiny(seed=7, dtype=torch.float32)
     refused(ValueError, "above it is another model", inputs, target, assistant_models=[other, "mtp"])
     refused(ValueError, "above it has 1 layers", inputs, target, assistant_models=["early_exit:1", "mtp"])
