@@ -202,3 +202,18 @@ def test_compiled_code_refuses_what_is_no_tree(arguments, error, words):
     engine.start(1, CPU)
     with pytest.raises(error, match=words):
         decoder.handle.score_tree(engine.cache.kv, [1, 2], [2], [0], *arguments, False, False, *OWN_BITS, 0)
+
+
+@compiled
+def test_hidden_states_of_a_tree_need_room_for_every_node():
+    model = tiny(dtype=torch.bfloat16)
+    decoder = CpuDecoder(model)
+    engine = CpuEngine(model, decoder)
+    engine.start(1, CPU)
+    call = engine.cache.kv, [1, 2], [2], [0], [3, 4], [1, 1], [2], False, False, *OWN_BITS, 0, [0]
+    with pytest.raises(IndexError, match="row 0 reaches 5 tokens, tap_states has 4 slots"):
+        decoder.handle.score_tree_tapped(*call, torch.zeros(1, 4, 1, 32, dtype=torch.bfloat16))
+    states = torch.zeros(1, 5, 1, 32, dtype=torch.bfloat16)
+    decoder.handle.score_tree_tapped(*call, states)
+    rows = model.get_input_embeddings().weight[[1, 2, 3, 4]]
+    assert torch.equal(states[0, [0, 1, 3, 4], 0], rows)  # of the nodes behind the branch's own place

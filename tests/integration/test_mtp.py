@@ -178,7 +178,7 @@ def test_a_target_that_keeps_a_state_runs_its_modules_too(name, tmp_path):
     for levels in (["mtp"], ["mxfp4", "mtp"]):
         options = {"max_new_tokens": 12, "eos_token_id": EOS, "speculation_config": config}
         assert together(target, inputs, levels, **options) == own
-        assert hf_mlspec.last_stats(target).levels[-1].accepted > 2
+        assert hf_mlspec.last_stats(target).levels[-1].accepted > 0
 
 
 @pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Qwen3_5ForCausalLM"])
@@ -265,10 +265,12 @@ def test_a_layer_stands_last_and_below_the_target_itself(tmp_path):
     refused(ValueError, "was loaded from none", inputs, target, assistant_models=["mtp"])
     folder = str(write_mtp(tmp_path, target, layer_of(target)))
     refused(ValueError, "cannot check drafts", inputs, target, assistant_models=["mtp", "mxfp4"])
+    refused(ValueError, "goes through rows alone: leave tree out", inputs, target, assistant_models=["mtp"],
+            speculation_config={"tree": [2]})  # fmt: skip
     other = tiny(seed=7, dtype=torch.float32)
     refused(ValueError, "above it is another model", inputs, target, assistant_models=[other, "mtp"])
     refused(ValueError, "above it has 1 layers", inputs, target, assistant_models=["early_exit:1", "mtp"])
-    refused(ValueError, "holds no MTP layer", inputs, other, assistant_models=[f"mtp:{folder}"])
+    refused(ValueError, "lacks the tensor block.mlp", inputs, other, assistant_models=[f"mtp:{folder}"])
     refused(ValueError, "use_mtp and assistant_models were both", inputs, target, assistant_models=["mtp"],
             use_mtp=True)  # fmt: skip
     (tmp_path / "of_mtp.safetensors").write_bytes(b"not whole")
