@@ -72,16 +72,18 @@ def adds(word: str, target: PreTrainedModel) -> int:
 
 def reads(word: str | None, target: PreTrainedModel) -> int:
     """Bytes of weights that one pass of a level reads, or of the target (None): all but the embedding's table, of
-    which a token reads one row, unless it is the output head, too."""
+    which a token reads one row, be it numbers or codes; what is the output head's, too, is read whole."""
     level = target if word is None else _model_of(word, target)
     if level is None:
         return 0
+    return hf_mlspec.resident_bytes(level) - _of_table(level) - _unread(word, level)
+
+
+def _of_table(level: PreTrainedModel) -> int:
+    """Bytes of the embedding alone. A nested one has none: it reads the head's."""
     embedding, head = level.get_input_embeddings(), level.get_output_embeddings()
-    if getattr(embedding, "weight", None) is None or getattr(head, "weight", None) is embedding.weight:
-        apart = 0  # the table is the head's, too; a nested one shares the head's parameters
-    else:
-        apart = embedding.weight.nbytes
-    return hf_mlspec.resident_bytes(level) - apart - _unread(word, level)
+    heads = {part.data_ptr() for part in (() if head is None else head.parameters())}
+    return sum(part.nbytes for part in embedding.parameters() if part.data_ptr() not in heads)
 
 
 def _unread(word: str | None, target: PreTrainedModel) -> int:

@@ -43,6 +43,9 @@ def _by_ray(args: argparse.Namespace) -> int:
     """The same by several processes; what the first one prints is printed here."""
     if "WORLD_SIZE" in os.environ:
         raise ValueError("--workers and --ray start the processes themselves: leave accelerate launch or torchrun out")
+    from ..evaluation.harness_command import check
+
+    check(args.words)  # else each process would refuse them, when all have started
     try:
         from ..batch.ray_ranks import evaluated
     except ModuleNotFoundError as error:

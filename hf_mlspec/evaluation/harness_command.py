@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 from typing import Any, NoReturn
 
@@ -13,12 +15,33 @@ from lm_eval.utils import setup_logging
 
 from . import TASKS
 from .harness import MODEL_NAME
-from .harness_arguments import BATCH_SIZE
+from .harness_arguments import BATCH_SIZE, Arguments
 
 
 def run(words: list[str]) -> None:
     """Run `lm-eval WORDS`: its subcommands, options and output. SystemExit as its parser raises it."""
     setup_logging()
+    command, args = _read(words)
+    command.execute(args)
+
+
+def check(words: list[str]) -> None:
+    """Refuse what `run` would refuse of these words before it loads a model. SystemExit as lm-eval's parser raises it,
+    ValueError and TypeError for settings that do not go together and for arguments of a model of ours. Which tasks
+    there are is left to `run`: lm-eval looks through all of them, for as long as a process takes to start."""
+    _, args = _read(words)
+    if args.command != "run":
+        return
+    with contextlib.redirect_stdout(io.StringIO()):  # what --config says is printed when it runs
+        asked = EvaluatorConfig.from_cli(args)
+    if not asked.tasks:
+        raise ValueError("no task is named: add --tasks NAME, or tasks to the file of --config")
+    if asked.model == MODEL_NAME:
+        Arguments.of({"device": asked.device, "batch_size": asked.batch_size, **(asked.model_args or {})})
+
+
+def _read(words: list[str]) -> tuple[HarnessCLI, argparse.Namespace]:
+    """lm-eval's command line, and what it was told, with our tasks and our defaults in it."""
     command = HarnessCLI()
     if (parser := getattr(command, "_parser", None)) is not None:
         _say_errors_in_one_line(parser)
@@ -32,7 +55,7 @@ def run(words: list[str]) -> None:
     if args.command == "run":
         for name, value in _defaults(args).items():
             setattr(args, name, value)
-    command.execute(args)
+    return command, args
 
 
 def _say_errors_in_one_line(parser: argparse.ArgumentParser) -> None:

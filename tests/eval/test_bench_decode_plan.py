@@ -228,6 +228,21 @@ def test_a_pass_reads_all_but_the_embedding(saved_model):
     assert 0 < reads("early_exit:1", target) < reads(None, target)
 
 
+def test_a_pass_reads_no_table_of_codes_but_the_whole_of_one_that_is_the_heads():
+    import hf_mlspec
+    from hf_mlspec.nn.switch import PrecisionSwitch
+    from hf_mlspec.nn.zipper_embedding import ZipperEmbedding
+    from tests.models import tiny
+
+    reads = program("bench_decode.memory").reads
+    tied, model = (tiny(dtype=torch.bfloat16, tie_word_embeddings=tie) for tie in (True, False))
+    assert reads(None, tied) == hf_mlspec.resident_bytes(tied)
+    before = reads(None, model)
+    coded = ZipperEmbedding.from_embedding(model.get_input_embeddings(), switch=PrecisionSwitch("zipper"))
+    model.set_input_embeddings(coded)
+    assert reads(None, model) == before < hf_mlspec.resident_bytes(model)
+
+
 def test_ratios_are_of_takes_of_the_same_unit():
     over = program("bench_decode.lines").over
 

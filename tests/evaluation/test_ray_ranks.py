@@ -130,8 +130,25 @@ def test_numbers_that_cannot_be_are_refused(machines, monkeypatch):
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed: what its absence says cannot be seen")
-def test_without_ray_its_extra_is_named(capsys):
-    assert "pip install 'hf-mlspec[ray]'" in refusal(capsys, "eval", "--workers", "2", "--tasks", "t")
+def test_without_ray_its_extra_is_named(capsys, tmp_path):
+    words = "--tasks", "t_choice", "--include_path", write_tasks(tmp_path), "--model_args", "pretrained=no/such/folder"
+    assert "pip install 'hf-mlspec[ray]'" in refusal(capsys, "eval", "--workers", "2", *words)
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--tusks", "t"], "unrecognized arguments: --tusks"), (["--model_args", "pretrained=x"], "no task is named"),
+    (["--tasks", "t_choice", "--model_args", "pretrained=x,levls=mxfp4"], "unknown model argument levls"),
+    (["--tasks", "t_choice", "--model_args", "pretrained=x,levels=mxfp5"], "mxfp5"),
+    (["--tasks", "t_choice"], "no model is named"),
+])  # fmt: skip
+def test_words_that_every_process_would_refuse_are_refused_before_one_is_started(
+    capsys, machines, tmp_path, words, told
+):  # fmt: skip
+    """Ray's own start takes seconds, and what processes on other machines say comes late and from one of them."""
+    _, made, fake = machines
+    fake.init = lambda **_: pytest.fail("Ray was started")
+    assert told in refusal(capsys, "eval", "--workers", "2", *words, "--include_path", write_tasks(tmp_path))
+    assert made == []
 
 
 def test_launchers_beside_it_are_refused(capsys, monkeypatch):
