@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import UnknownArchitecture, described, known, recognise
+from hf_mlspec.engines.architecture.probe import _candidates
 from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
@@ -218,3 +219,10 @@ def test_a_model_is_as_it_was_behind_a_probe():
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(own, before[name]) for name, own in model.state_dict().items())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_each_form_is_asked_once():
+    for kind in ("llama", "gemma2"):
+        found = [entry for entry, _ in _candidates(random_model(kind, torch.float32))]
+        assert len(found) > 4
+        assert all(one not in found[:at] for at, one in enumerate(found))
