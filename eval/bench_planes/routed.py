@@ -100,10 +100,12 @@ def lines(options: argparse.Namespace) -> Iterator[dict]:
 
 def choosing(options: argparse.Namespace) -> Iterator[dict]:
     """What the choices of a prompt take by themselves, all planes resident."""
+    if options.device.type == "cuda" and not _by_kernels(options):
+        raise ValueError("choices alone are timed on a CPU, and on GPUs where a kernel makes them: an H100 or H200")
     model = model_of(options)
     router = made_router(blocks_of(model))
     fit_guesses(model, router, options)
-    for tokens in _lengths(options):
+    for tokens in _lengths(options) if options.quick or _by_kernels(options) else (64, 256, 1024):
         yield _choosing(router, tokens, options) if _by_kernels(options) else _share(model, router, tokens, options)
 
 

@@ -115,9 +115,8 @@ def joined(target: PreTrainedModel, levels: list[Any], args: argparse.Namespace,
             rounds.append(time.perf_counter())
         elif event.id == "long" and first is None:
             first = time.perf_counter()
-    gaps = list(pairwise(rounds))
-    usual = statistics.median(b - a for a, b in gaps[2:] if b <= asked)
-    beside = [(b - a, a) for a, b in gaps if b > asked and a < first + usual]
+    usual = statistics.median(b - a for a, b in [*pairwise(rounds)][2:] if b <= asked)
+    beside = [(b - a, a) for a, b in pairwise(rounds) if b > asked and a < first + usual]
     worst, at = max(beside)
     return {"median_gap_ms": 1e3 * usual, "longest_gap_ms": 1e3 * worst, "ratio": worst / usual,
             "first_token_ms": 1e3 * (first - asked), "longest_at": (at - asked) / (first - asked),

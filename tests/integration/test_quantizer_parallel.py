@@ -1,4 +1,4 @@
-"""Does transformers' tensor parallelism split packed layers, and save what it split as one model?"""
+"""Does transformers' tensor parallelism split packed layers, save what it split as one model, and refuse others?"""
 
 import os
 import subprocess
@@ -40,6 +40,17 @@ for format, source, options in (
     ids = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=4, do_sample=False)
     model.save_pretrained(f"{folder}/saved-{format}")
     found[format] = {"half": tuple(half.shape), "logits": logits, "ids": ids}
+refused = {}
+for format in ("bitplanes", "nested"):
+    try:
+        AutoModelForCausalLM.from_pretrained(
+            f"{folder}/dense", distributed_config=DistributedConfig(tp_plan="auto", tp_size=2),
+            quantization_config=hf_mlspec.MLSpecConfig(format),
+        )
+    except ValueError as error:
+        refused[format] = str(error)
+found["refused"] = [None, None]
+torch.distributed.all_gather_object(found["refused"], refused)
 if torch.distributed.get_rank() == 0:
     torch.save(found, f"{folder}/found.pt")
 torch.distributed.destroy_process_group()
@@ -58,11 +69,16 @@ def test_two_processes_compute_what_one_does(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     on_the_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # one GPU does not serve two processes
-    ran = subprocess.run([*command, tmp_path / "program.py", tmp_path], capture_output=True, text=True, timeout=300,
+    ran = subprocess.run([*command, tmp_path / "program.py", tmp_path], capture_output=True, text=True, timeout=900,
                          env=on_the_cpu)
     assert ran.returncode == 0, ran.stderr
     ids = torch.arange(3, 17).view(2, 7)
-    for format, found in torch.load(tmp_path / "found.pt").items():
+    told = torch.load(tmp_path / "found.pt")
+    first, second = told.pop("refused")
+    assert first == second  # before anything is read, so that no process goes on to another error
+    assert first.keys() == {"bitplanes", "nested"}
+    assert all(why.startswith("2 processes are to share the model") for why in first.values())
+    for format, found in told.items():
         assert found["half"] == (128, 64)  # codes of [128, 256], its inputs halved
         # Sums of two halves round otherwise, and with them the bfloat16 inputs of the next layer.
         assert torch.allclose(found["logits"], alone[format](ids).logits, atol=0.05)

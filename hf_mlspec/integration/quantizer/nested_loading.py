@@ -136,6 +136,17 @@ def _drop(state: dict[str, torch.Tensor], path: str) -> None:
         del state[name]
 
 
+def require_unshared(model: PreTrainedModel, config: MLSpecConfig) -> None:
+    """ValueError where processes are to share layers of this format: before they read a file, and on all of them
+    alike, as some would else fail at a shape, and others when all is loaded."""
+    asked = getattr(model.config, "distributed_config", None)
+    if (processes := getattr(asked, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"{processes} processes are to share the model: {config.format} layers stay whole in memory, load the "
+            "model without tp_plan, or the dense model with it"
+        )
+
+
 def require_here(model: PreTrainedModel, config: MLSpecConfig) -> None:
     """ValueError where layers of this format were offloaded or sharded: codebooks, planes and outliers have no axis to
     cut."""

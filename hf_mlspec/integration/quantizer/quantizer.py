@@ -43,6 +43,7 @@ from .nested_loading import (
     plain_experts,
     require_here,
     require_nestable,
+    require_unshared,
     tied_to_tables,
     with_plain_tables,
 )
@@ -119,6 +120,8 @@ class MLSpecQuantizer(PackedQuantizer):
         _require_heads(model, self.quantization_config.kv_cache)
         if self.quantization_config.record is None:
             return model
+        if self.quantization_config.record.stays_whole:
+            require_unshared(model, self.quantization_config)
         files = [file for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         checkpoint = Checkpoint.read(files) if files and len(files) == len(checkpoint_files) else None
         transform = self.quantization_config.transform
