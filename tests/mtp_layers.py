@@ -91,7 +91,8 @@ class Layer(nn.Module):
         n = tokens.shape[1]
         places = torch.arange(1, n + 1)[None]
         mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-        rotary = target.model.rotary_emb(joined, places)
+        rotary = target.model.rotary_emb
+        rotary = rotary(joined, places[None].expand(3, -1, -1) if hasattr(rotary, "mrope_section") else places)
         found = self.block(joined, attention_mask=mask, position_embeddings=rotary, position_ids=places)
         return self.post_norm(found[0] if isinstance(found, tuple) else found)
 

@@ -299,16 +299,17 @@ def test_a_head_stands_last_and_below_the_target_itself(target, tmp_path):
 def test_a_target_that_keeps_a_state_of_another_kind_is_refused_by_name(tmp_path):
     from hybrids import hybrid
 
-    model = hybrid("MambaForCausalLM")
+    model = hybrid("RwkvForCausalLM")
     folder = str(write_head(tmp_path, model, taps=(0, 1)))
     refused(ValueError, "does not write them", prompts([4]), model, assistant_models=[folder])
 
 
-def test_gated_delta_nets_that_run_module_by_module_write_hidden_states(tmp_path):
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "MambaForCausalLM"])
+def test_linear_attention_that_runs_module_by_module_writes_hidden_states(name, tmp_path):
     from hybrids import hybrid
 
-    model = hybrid("Qwen3NextForCausalLM")
-    folder, inputs = str(write_head(tmp_path, model, taps=(0, 2, 4))), prompts([5, 9])
+    model = hybrid(name)
+    folder, inputs = str(write_head(tmp_path, model, taps=(0, 2, 3))), prompts([5, 9])
     config = {"engine": "modules", "num_draft_tokens": 3, "confidence_threshold": 0.0}
     options = {"max_new_tokens": 12, "eos_token_id": EOS, "speculation_config": config}
     own = alone(model, inputs, assistant_models=[], **options)

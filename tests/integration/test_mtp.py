@@ -109,6 +109,8 @@ def test_a_layer_of_qwen3_by_hand(tmp_path):
 def test_the_layer_of_transformers_gives_the_same(name, tmp_path):
     """Its own reader of the checkpoint (`use_mtp`), of the same release."""
     layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers.MtpModel, "get_mtp_weights_regex"):
+        pytest.skip("the reader of an older release")
     target = target_of(name)
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # as of the sizes that were published
     folder = write_mtp(tmp_path, target, layer_of(target))
