@@ -222,8 +222,8 @@ def _from_word(
     if word.kind == "routed":
         return Level(text, model=target, shape_of_target=True, router=draft_router(target, config, state))
     if word.kind == "cast":
-        key, options = _cast_key(text, config), _cast_options(word, config)
-        model = _keep_view(state, key, target, config, lambda: direct_cast(target, **options))
+        key = _cast_key(text, config)
+        model = _keep_view(state, key, target, config, lambda: direct_cast(target, **_cast_options(word, config)))
         return Level(text, model=model, shape_of_target=True)
     if word.kind in _VIEWS:
         model = _keep_view(state, text, target, config, lambda: _VIEWS[word.kind](target, word.number))
