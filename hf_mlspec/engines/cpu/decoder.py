@@ -141,7 +141,7 @@ def _add_layers(handle: Any, found: weights.Architecture) -> None:
         set_delta_sizes(handle, found.sizes.delta)
     for layer in found.layers:
         seen = layer.window, layer.rope_table, layer.sinks
-        _add_layer(handle, _tensors(layer.norms), *seen, layer.form, found.sizes)
+        _add_layer(handle, _tensors(layer.norms), *seen, layer.form)
         if layer.delta is not None:
             set_delta(handle, layer.delta)
         for name, weight in layer.linears.items():
@@ -153,11 +153,11 @@ def _add_layers(handle: Any, found: weights.Architecture) -> None:
 
 
 def _add_layer(
-    decoder: Any, norms: list[Tensor | None], window: int, rope_table: int, sinks: Tensor | None, form: LayerForm,
-    sizes: Sizes,
+    decoder: Any, norms: list[Tensor | None], window: int, rope_table: int, sinks: Tensor | None, form: LayerForm
 ) -> None:
-    """A layer behind the others; its linears follow. norms: six weights, then their biases; sizes: the decoder's."""
-    decoder.set_layer_sizes(*(form.sizes or (sizes.kv_heads, sizes.head_dim, sizes.intermediate)))
+    """A layer behind the others; its linears follow. norms: six weights, then their biases."""
+    if form.sizes is not None:
+        decoder.set_layer_sizes(*form.sizes)
     decoder.add_layer(norms, window, rope_table, sinks)
     if form.keys_of is not None:
         decoder.reuse_keys(form.keys_of)

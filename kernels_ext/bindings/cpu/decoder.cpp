@@ -108,7 +108,7 @@ class DecoderObject : public torch::CustomClassHolder {
                           intermediate > 0 && intermediate <= s.intermediate,
                       "set_layer_sizes: ", kv_heads, " key heads of ", head_dim, " elements and ", intermediate,
                       " between projections; the decoder has room for ", s.kv_heads, ", ", s.head_dim, " and ", s.intermediate);
-    own_ = {kv_heads, head_dim, intermediate};
+    own_ = {kv_heads, head_dim, intermediate}, decoder_.layers_differ = true;
   }
 
   // The newest layer, before its linears, reads keys and values of an earlier one, and has no k and v of its own.

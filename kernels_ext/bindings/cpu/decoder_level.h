@@ -105,8 +105,9 @@ inline Level checked_level(Decoder& decoder, const at::Tensor& kv, const std::ve
   TORCH_CHECK_VALUE(dtype != MLSPEC_INT4_ROWS || s.head_dim % 2 == 0, "the cache is ", kv.scalar_type(),
                     ", two codes a byte, and heads have ", s.head_dim, " elements");
   const int64_t width = mlspec_cache_row_bytes(dtype, s.head_dim) / mlspec_element_bytes(dtype);
-  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && kv.size(3) >= s.kv_heads &&
-                        kv.size(5) >= width && kv.is_contiguous() && kv.is_cpu(),
+  const auto fits = [&](int64_t has, int64_t own) { return decoder.layers_differ ? has >= own : has == own; };
+  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(0) >= layers && kv.size(1) == 2 && fits(kv.size(3), s.kv_heads) &&
+                        fits(kv.size(5), width) && kv.is_contiguous() && kv.is_cpu(),
                     "the cache has shape ", kv.sizes(), ", expected contiguous [", layers, ", 2, batch, ", s.kv_heads,
                     ", slots, ", width, "] on the CPU");
   TORCH_CHECK_TYPE(dtype == s.kv_dtype || codes, "the cache is ", kv.scalar_type(),

@@ -183,6 +183,8 @@ class Decoder {
   int64_t num_kv_layers() const {
     return std::count_if(layers.begin(), layers.end(), [](const DecoderLayer& l) { return !l.delta && !l.reuses_keys; });
   }
+  // Layers have sizes of their own, and a cache may have room for wider ones than these: those of the model whose first layers these are.
+  bool layers_differ = false;
   TokenInputs token_inputs;  // of layers that have some of their own
   const void* embedding = nullptr;  // [embeddings][hidden], or null: the table is nested, or holds codes
   Linear nested_embedding;
