@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from decoders import APART, random_model
-from models import alone, prompts, together
+from models import alone, packed, prompts, together
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import UnknownArchitecture, outline
@@ -17,6 +17,8 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.integration.scoring import token_logprobs
+from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = [
@@ -71,6 +73,30 @@ def test_a_nested_target_drafts_for_itself(name):
     assert together(model, asked, ["nested"], speculation_config=LOOSE, **UNTIL) == written
     assert hf_mlspec.last_stats(model).levels[0].drafted > 0
     assert isinstance(decoder_of(model, "cpu"), CpuDecoder)
+
+
+@pytest.mark.parametrize("wide", [32, 2048])
+def test_inputs_of_layers_that_are_dequantized_first(wide):
+    """The linear of all layers' inputs has more outputs than any other, and a thread takes all of them at once."""
+    sizes = {**BLOCKS, "hidden_size_per_layer_input": wide}
+    model, row = packed(target("gemma4-inputs", torch.bfloat16, **sizes), symmetric=False), [5, 9, 23, 40, 7, 11]
+    dense = copy.deepcopy(model)
+    for place, layer in list(dense.named_modules()):
+        if isinstance(layer, Int4Linear):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
+            linear.weight = torch.nn.Parameter(layer.dequantized(torch.bfloat16), requires_grad=False)
+            dense.set_submodule(place, linear.eval())
+    precision_switch(model).multiply = "dequant"
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for one in (model, dense):
+            engine = CpuEngine(one, CpuDecoder(one), capacity=32)
+            engine.start(1, torch.device("cpu"))
+            found.append(engine.score([row], [[12]], want_logits=True).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("word", ["int8", "int4"])
