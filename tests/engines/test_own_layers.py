@@ -150,6 +150,23 @@ def test_a_tree_of_guesses_scores_what_its_branches_do(name):
         assert torch.equal(tree[places], engine.score([row], [path], want_logits=True).logits)
 
 
+def test_stretches_that_end_within_later_blocks_of_slots():
+    """Attention goes through 64 slots at a time; here queries of one call see different stretches of several."""
+    model, row = target("llama4", attention_chunk_size=70), inputs([200])["input_ids"][0]
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(row[None]).logits[0]
+    engine, at, found = CpuEngine(model, CpuDecoder(model), capacity=256), 0, []
+    engine.start(1, torch.device("cpu"))
+    for count in (1, 69, 3, 67, 60):
+        known, guess = row[: at + 1].tolist(), row[at + 1 : at + count].tolist()
+        found.append(engine.score([known], [guess], want_logits=True))
+        at += count
+    apart = torch.cat([one.logits for one in found])
+    assert float((apart.double() - exact).abs().max()) < 1e-4 * float(exact.std())
+    engine.start(1, torch.device("cpu"))
+    assert torch.equal(engine.score([row[:1].tolist()], [row[1:].tolist()], want_logits=True).logits, apart)
+
+
 @pytest.mark.parametrize("name", APART)
 def test_the_decoder_of_gpus_refuses_them_by_name(name):
     model = target(name)
