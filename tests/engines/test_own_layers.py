@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from decoders import APART, random_model
-from models import alone, prompts, together
+from models import alone, packed, prompts, together
 
 import hf_mlspec
 from hf_mlspec.engines.architecture import UnknownArchitecture, outline
@@ -17,6 +17,8 @@ from hf_mlspec.engines.cpu.decoder import CpuDecoder
 from hf_mlspec.engines.cpu.engine import CpuEngine
 from hf_mlspec.engines.cuda.decoder import CudaDecoder
 from hf_mlspec.integration.scoring import token_logprobs
+from hf_mlspec.nn.linear import Int4Linear
+from hf_mlspec.nn.switch import precision_switch
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
 pytestmark = [
@@ -73,6 +75,30 @@ def test_a_nested_target_drafts_for_itself(name):
     assert isinstance(decoder_of(model, "cpu"), CpuDecoder)
 
 
+@pytest.mark.parametrize("wide", [32, 2048])
+def test_inputs_of_layers_that_are_dequantized_first(wide):
+    """The linear of all layers' inputs has more outputs than any other, and a thread takes all of them at once."""
+    sizes = {**BLOCKS, "hidden_size_per_layer_input": wide}
+    model, row = packed(target("gemma4-inputs", torch.bfloat16, **sizes), symmetric=False), [5, 9, 23, 40, 7, 11]
+    dense = copy.deepcopy(model)
+    for place, layer in list(dense.named_modules()):
+        if isinstance(layer, Int4Linear):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
+            linear.weight = torch.nn.Parameter(layer.dequantized(torch.bfloat16), requires_grad=False)
+            dense.set_submodule(place, linear.eval())
+    precision_switch(model).multiply = "dequant"
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for one in (model, dense):
+            engine = CpuEngine(one, CpuDecoder(one), capacity=32)
+            engine.start(1, torch.device("cpu"))
+            found.append(engine.score([row], [[12]], want_logits=True).logits)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["gemma4-keys", "gemma4-shared", "llama4"])
 def test_keys_and_values_in_codes(name, word):
@@ -122,6 +148,23 @@ def test_a_tree_of_guesses_scores_what_its_branches_do(name):
     tree = engines[0].score([row], [[12, 13, 77, 80]], want_logits=True, parents=[[-1, -1, 0, 1]]).logits
     for engine, path, places in ((engines[1], branch, [0, 1, 3]), (engines[2], other, [0, 2, 4])):
         assert torch.equal(tree[places], engine.score([row], [path], want_logits=True).logits)
+
+
+def test_stretches_that_end_within_later_blocks_of_slots():
+    """Attention goes through 64 slots at a time; here queries of one call see different stretches of several."""
+    model, row = target("llama4", attention_chunk_size=70), inputs([200])["input_ids"][0]
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(row[None]).logits[0]
+    engine, at, found = CpuEngine(model, CpuDecoder(model), capacity=256), 0, []
+    engine.start(1, torch.device("cpu"))
+    for count in (1, 69, 3, 67, 60):
+        known, guess = row[: at + 1].tolist(), row[at + 1 : at + count].tolist()
+        found.append(engine.score([known], [guess], want_logits=True))
+        at += count
+    apart = torch.cat([one.logits for one in found])
+    assert float((apart.double() - exact).abs().max()) < 1e-4 * float(exact.std())
+    engine.start(1, torch.device("cpu"))
+    assert torch.equal(engine.score([row[:1].tolist()], [row[1:].tolist()], want_logits=True).logits, apart)
 
 
 @pytest.mark.parametrize("name", APART)

@@ -100,11 +100,13 @@ void Decoder::reserve_dense(int threads) {
     if (l.delta) measure({&l.delta->qkv, &l.delta->z, &l.delta->b, &l.delta->a}), measure({&l.delta->b, &l.delta->a}), measure({&l.delta->out});
     !shape.plain_mlp ? measure({&l.gate, &l.up}) : measure({&l.up});
     measure({&l.down});
+    if (l.inputs) measure({&l.inputs->gate}), measure({&l.inputs->projection});
     if (!l.experts) continue;
     const Experts& e = *l.experts;
     for (const Linear* one : {&e.up[0], &e.down[0], &e.shared_gate, &e.shared_up, &e.shared_down})
       if (dequantizes(*one)) elements = std::max(elements, kDenseOutputs * one->in_features);
   }
+  measure({&token_inputs.projection});
   measure({&head});
   work_->dense_stride = (elements + 31) / 32 * 32;
   work_->dense.reserve(threads * work_->dense_stride);
