@@ -81,6 +81,14 @@ def test_one_test_fails_for_a_lost_gpu_and_names_where_it_was_lost(run, fails):
     assert said.count(why) == 2
 
 
+def test_a_gpu_that_the_last_test_loses_is_an_error_of_that_test(run, monkeypatch):
+    monkeypatch.setitem(globals(), "TESTS", TESTS[: TESTS.index("def test_three")])
+    outcomes, said = run(f"torch.AcceleratorError({ILLEGAL!r})")
+    assert outcomes == {"passed": 2, "errors": 1}
+    assert "ERROR at teardown of test_two" in said
+    assert "the GPU answers no more since tests/cuda/test_played.py::test_two" in said
+
+
 def test_want_of_memory_loses_no_gpu(run):
     outcomes, _ = run("torch.OutOfMemoryError('CUDA out of memory')")
     assert outcomes == {"passed": 2, "failed": 7}

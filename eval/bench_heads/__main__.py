@@ -28,6 +28,7 @@ from eval.bench_heads.chains import PARTS, Chain, chains_of
 from eval.refused import refused
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.evaluation import read_prompts
+from hf_mlspec.integration.levels.words import is_head_folder
 
 PLACES = 6  # of a draft, in the table
 
@@ -75,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     small = args.small.split("@")[0]
     if why := refused("cpu", models=[*models, ("--small", small)], texts=texts):
         parser.error(why)
-    args.heads = "transformer_layer_config" in (Path(small) / "config.json").read_text()
+    args.heads = is_head_folder(small)
     args.called = "head" if args.heads else "tiny"
     stands = {"own": args.own, "small": args.small}
     try:

@@ -29,7 +29,7 @@ from .certificate_identity import (
     hash_parameters,
     kernels,
 )
-from .certificate_schema import SCHEMA, agrees_with_itself, read_json, require_whole
+from .certificate_schema import HEAD, SCHEMA, agrees_with_itself, read_json, require_whole
 
 
 @dataclass
@@ -161,12 +161,12 @@ def _check_levels(found: Check, document: dict[str, Any], levels: Sequence[Any])
     given = [(_name(level), level) for level in levels]
     for entry, level in _matched(document["levels"], given):
         name = entry["name"]
-        if entry["kind"] not in ("model", "model cast to mxfp4"):
+        if entry["kind"] not in ("model", "model cast to mxfp4", HEAD):
             continue
-        if level is None:
+        if level is None or (entry["kind"] == HEAD and not entry.get("weights_sha256")):
             found.unchecked.append(f"level {name}")
             continue
-        folder = level.removesuffix("@mxfp4") if isinstance(level, str) else level
+        folder = level.removeprefix("mtp:").removesuffix("@mxfp4") if isinstance(level, str) else level
         _check_model(found, f"level {name}", entry, folder, document["settings"]["dtype"])
 
 
@@ -213,4 +213,4 @@ def _name(level: Any) -> str:
     if not isinstance(level, str):
         path = getattr(getattr(level, "config", None), "_name_or_path", "")
         level = path or getattr(level, "name", type(level).__name__)
-    return level.rstrip("/").rpartition("/")[2]
+    return level.removeprefix("mtp:").rstrip("/").rpartition("/")[2]

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 SCHEMA = "mlspec-certificate/1"
+HEAD = "trained head"  # the kind of a level that is read from a folder and is no model
 _ABSENT = object()
 _NUMBER, _NONE = (int, float), type(None)
 # What every reader of a certificate relies on. A type, the entries of an object, or those of each item of a list.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList
 
@@ -30,6 +31,7 @@ from ..integration.processing import Prompts
 from ..nn.switch import precision_switch
 from ..routing.engine import WHY_BY_MODULE, RoutedEngine
 from .certificate_identity import combined, hash_configuration, hash_folder, hash_json, hash_parameters
+from .certificate_schema import HEAD
 
 COMPILED, BY_MODULE, LOOKUP = "compiled decoder", "module by module", "lookup"
 _KINDS = {"cast": "cast of the target to mxfp4", "precision": "the target at a lower precision",
@@ -59,7 +61,9 @@ def level_entries(given: Sequence[Any], levels: list[Level], chain: Chain, confi
     entries = []
     for asked, level, runner, (count, threshold) in zip(given, levels, chain.runners, drafting, strict=True):
         entry = {"name": last_part(level.name), "kind": _kind(asked, level)}
-        if level.model is not None:
+        if level.is_head:
+            entry |= _of_files(level.model, _folder(asked)) | {"decoding": {"how": BY_MODULE, "reason": "a head"}}
+        elif level.model is not None:
             entry |= {**_identity(level.model, _folder(asked)), "decoding": _decoding(level.model, runner, config)}
         if level.bits is not None:
             entry |= {"weight_bits": level.bits.weight, "activation_bits": level.bits.activation}
@@ -97,19 +101,27 @@ def last_part(path: str) -> str:
 
 def _identity(model: PreTrainedModel, folder: str | None) -> dict[str, Any]:
     """Hashes of the files, where the model is known to come from a folder, and of what is in memory."""
+    return {**_of_files(model, folder), "configuration_sha256": hash_configuration(model)}
+
+
+def _of_files(model: nn.Module, folder: str | None) -> dict[str, Any]:
     configs, weights = hash_folder(folder) if folder else ([], [])
     return {"class": type(model).__name__, "weight_files": weights,
             "weights_sha256": combined(weights) if weights else None, "configuration_files": configs,
-            "parameters_sha256": hash_parameters(model), "configuration_sha256": hash_configuration(model)}
+            "parameters_sha256": hash_parameters(model)}
 
 
 def _folder(asked: Any) -> str | None:
-    """Where the level a user named was loaded from; None for a hub name, and for what was not loaded."""
+    """Where the level a user named was loaded from; None for a hub name, and for what was not loaded or comes with the
+    target."""
     word = parse_level(asked) if isinstance(asked, str) else None
-    return word.path if word is not None and word.kind == "load" and Path(word.path).is_dir() else None
+    return word.path if word is not None and word.path is not None and Path(word.path).is_dir() else None
 
 
 def _kind(asked: Any, level: Level) -> str:
+    if level.is_head:
+        own = isinstance(asked, str) and parse_level(asked).path is None
+        return "MTP layer of the target's checkpoint" if own else HEAD
     if not isinstance(asked, str):
         return "model" if level.model is not None else LOOKUP
     word = parse_level(asked)

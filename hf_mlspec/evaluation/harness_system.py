@@ -130,7 +130,7 @@ def level_identity(level: Any) -> Any:
     if isinstance(level, nn.Module):
         return {"level": type(level).__name__, "weights": hash_parameters(level)}
     word = parse_level(level) if isinstance(level, str) else None
-    if word is None or word.kind != "load" or not Path(word.path).is_dir():
+    if word is None or word.path is None or not Path(word.path).is_dir():
         return level_name(level)
     return {"level": level_name(level), "weights": combined(hash_folder(word.path)[1])}
 

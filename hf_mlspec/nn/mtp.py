@@ -127,3 +127,7 @@ class MtpHead(nn.Module):
         return self.outputs(hidden).float().to(hidden.device)
 
     own_logits = logits
+
+    def extra_repr(self) -> str:
+        """What it computes with beside its own modules; costs are kept by it."""
+        return f"{self.shape}, of its target: {[self.embedding, self.outputs]}" if self._shared else str(self.shape)

@@ -2,7 +2,7 @@
 
 With MLSPEC_REQUIRE_CUDA=1 there has to be one: nothing runs without its kernels. Behind an error that a GPU does not
 recover from (an illegal access, a failed assertion of a kernel) it answers no call of the process any more: the next
-test fails, and says behind which one that was, and the others are skipped.
+test fails, and says behind which one that was, and the others are skipped; where none follows, its own end fails.
 """
 
 from __future__ import annotations
@@ -55,11 +55,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """What other folders ask of the GPU later fails without a word of where it was lost."""
+    last = nextitem is None or "tests/cuda/" not in nextitem.path.as_posix()
+    said = said_by_the_device() if last and LOST not in item.config.stash else ""
+    yield
+    if said:
+        item.config.stash[LOST], item.config.stash[TOLD] = lost_since(item, said), True
+        pytest.fail(item.config.stash[LOST], pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     if call.when == "teardown" and LOST not in item.config.stash and (said := said_by_the_device()):
-        item.config.stash[LOST] = f"the GPU answers no more since {item.nodeid} ({said})"
+        item.config.stash[LOST] = lost_since(item, said)
     return report
+
+
+def lost_since(item: pytest.Item, said: str) -> str:
+    return f"the GPU answers no more since {item.nodeid} ({said})"
 
 
 @pytest.fixture

@@ -55,6 +55,12 @@ def test_nothing_stands_below_a_head_and_chains_may_be_named(bench, folder, caps
     assert list(lines_of(capsys.readouterr().out)) == ["own", "head", "own, head", "own, lookups", "mine"]
 
 
+def test_a_head_of_specforge_is_one(bench, folder):
+    write_head(folder / "forge", tiny(seed=2, dtype=torch.bfloat16), layout="specforge")
+    args = bench.parse(options(folder, "--small", str(folder / "forge"), "--part", "order"))
+    assert [chain.name for chain in args.chains["order"]] == ["own", "head", "own, head", "own, lookups"]
+
+
 def test_tokens_that_differ_are_counted(bench, folder, monkeypatch, capsys):
     own = bench.answer
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import write_head
+from mtp_layers import layer_of, target_of, write_mtp
 from transformers import AutoModelForCausalLM
 
 import hf_mlspec
@@ -22,7 +24,7 @@ from hf_mlspec.evaluation.certificate_identity import hash_json, hash_parameters
 from hf_mlspec.evaluation.certificate_run import attest
 from hf_mlspec.integration.levels.load import load_causal_lm
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
-from tests.models import near, tiny
+from tests.models import letters, near, tiny
 
 PROMPTS = ["def area(radius):", "Once upon a time", "x"]
 
@@ -448,3 +450,28 @@ def test_names_cannot_break_the_table(made):
     document.pop("sha256")
     line = next(line for line in Certificate(document).markdown().splitlines() if line.startswith("| target"))
     assert r"a\|b \<!-- x --\> \`c\` \[d\](e)" in line
+
+
+@pytest.mark.parametrize("word", ["{}", "mtp", "mtp:{}"])
+def test_a_chain_that_ends_in_a_head(word, tmp_path):
+    """Its files are hashed where it has a folder of its own; an MTP layer of the target's is among the target's."""
+    if "mtp" in word:
+        model = target_of("Glm4MoeForCausalLM", torch.bfloat16)
+        head = write_mtp(tmp_path / "head", model, layer_of(model))
+    else:
+        model = tiny(dtype=torch.bfloat16)
+        head = write_head(tmp_path / "head", model)
+    model.save_pretrained(tmp_path / "target")
+    level = word.format(head)
+    found = certify(model, letters(), ["ab", "cd"], [level], max_new_tokens=4, folder=str(tmp_path / "target"),
+                    speculation_config={"num_draft_tokens": 2})
+    told, = found.to_dict()["levels"]
+    own = word == "mtp"
+    assert told["kind"] == ("MTP layer of the target's checkpoint" if own else "trained head")
+    assert told["decoding"] == {"how": "module by module", "reason": "a head"}
+    assert (told["weights_sha256"] is None) == own
+    assert not found.check(str(tmp_path / "target"), [level]).different
+    if not own:
+        assert "level head" in found.check(str(tmp_path / "target")).unchecked
+        (head / "more.safetensors").write_bytes(b"")
+        assert any("level head: weights" in one for one in found.check(str(tmp_path / "target"), [level]).different)

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from models import EOS, alone, prompts, refused, tiny, together
+from models import EOS, VOCAB, alone, prompts, refused, tiny, together
 from mtp_layers import TARGETS, layer_of, published, target_of, write_mtp
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +17,9 @@ from hf_mlspec.engines.choose import engine_of
 from hf_mlspec.engines.modules.attention import ragged_attention_on
 from hf_mlspec.engines.modules.mtp import MtpEngine
 from hf_mlspec.engines.tap import Tap
-from hf_mlspec.integration.levels.mtp import load_mtp
+from hf_mlspec.integration.costs.identity import model_of
+from hf_mlspec.integration.levels import mtp_tensors
+from hf_mlspec.integration.levels.mtp import _of_target, load_mtp
 from hf_mlspec.integration.levels.words import parse_level
 from hf_mlspec.ops.compiled_decoder import has_compiled_decoder
 
@@ -249,6 +251,8 @@ WRONG = {
                       "has model_type 'qwen3_next', and was made for 'a/target'"),
     "another hidden size": (QWEN, {}, {"transformer_layer_config": {"hidden_size": 48}}, "has hidden_size 48"),
     "another vocabulary": (QWEN, {}, {"transformer_layer_config": {"vocab_size": 99}}, "has vocab_size 99"),
+    "another vocabulary, in a damaged config": (
+        QWEN, {}, {"transformer_layer_config": {"vocab_size": 99}, "speculators_config": "x"}, "has vocab_size 99;"),
     "several in a folder": (QWEN, {}, {"num_nextn_predict_layers": 2}, "holds 2 MTP layers"),
     "a kind not read": (QWEN, {}, {"speculators_model_type": "peagle"}, "a head of kind 'peagle'"),
 }  # fmt: skip
@@ -260,6 +264,26 @@ def test_a_layer_that_does_not_fit_is_refused_before_anything_runs(case, tmp_pat
     target = target_of(name)
     folder = write_mtp(tmp_path, target, layer_of(target), tensors=tensors, **said)
     refused(ValueError, words, prompts([4]), target, assistant_models=[word(name, folder)])
+
+
+def test_what_a_layer_costs_is_kept_by_the_output_head_too(tmp_path):
+    """It is the target's, and no module of the layer."""
+    target = target_of(QWEN)
+    folder = str(write_mtp(tmp_path, target, layer_of(target)))
+    head, names = load_mtp(target, folder, None), []
+    for width in (VOCAB, 2 * VOCAB):
+        target.lm_head = torch.nn.Linear(32, width, bias=False)
+        head.share(_of_target(target))
+        names.append(model_of(MtpEngine(head, Tap((2,), 32, torch.float32))))
+    assert names[0] != names[1]
+
+
+def test_the_config_of_a_layer_on_the_hub_is_read(tmp_path, monkeypatch):
+    target = target_of(QWEN)
+    folder = write_mtp(tmp_path, target, layer_of(target), transformer_layer_config={"vocab_size": 99})
+    monkeypatch.setattr(mtp_tensors, "snapshot_download", lambda *given, **options: str(folder))
+    with pytest.raises(ValueError, match="the MTP layer in 'some/layer' has vocab_size 99"):
+        load_mtp(target, "some/layer", None)
 
 
 def test_a_layer_stands_last_and_below_the_target_itself(tmp_path):

@@ -20,7 +20,7 @@ from ...nn.shards import whole
 from ..json_object import read_object
 from ..request import vocab_size
 from .heads import check_values
-from .mtp_tensors import join_experts, read_mtp
+from .mtp_tensors import folder_of, join_experts, read_mtp
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 # Lists of a config with an entry for each layer: what one MTP layer has where the config does not tell.
@@ -48,13 +48,14 @@ def load_mtp(target: nn.Module, path: str, cast: dict | None) -> MtpHead:
         raise ValueError(
             f"level 'mtp': {type(target).__name__} is shared by processes, and its MTP layer cannot be: leave it out"
         )
-    _check_said(target, path)
+    own_path = path == getattr(target.config, "_name_or_path", None)
+    folder = folder_of(path, getattr(target.config, "_commit_hash", None) if own_path else None)
+    _check_said(target, folder, path)
     layers = layers_of(target)
     config = block_config(target)
     with torch.device("meta"):
         head = _made(target, layers, config, path)
-    own_path = path == getattr(target.config, "_name_or_path", None)
-    tensors = read_mtp(path, len(layers), getattr(target.config, "_commit_hash", None) if own_path else None)
+    tensors = read_mtp(folder, len(layers), path)
     own = join_experts({n: t for n, t in tensors.items() if n not in _TABLES}, head.state_dict(), path)
     _give(head, own, target, path)
     head.share(_of_target(target))
@@ -78,17 +79,16 @@ def block_config(target: nn.Module) -> PretrainedConfig:
     return config
 
 
-def _check_said(target: nn.Module, path: str) -> None:
+def _check_said(target: nn.Module, folder: Path, path: str) -> None:
     """ValueError where the config.json of a speculators folder is of another target."""
-    file = Path(path) / "config.json"
+    file = folder / "config.json"
     said = read_object(file) if file.is_file() else {}
     if "speculators_model_type" not in said:
         return
     config, kind = target.config.get_text_config(decoder=True), type(target).__name__
-    layer = said.get("transformer_layer_config")
-    layer = layer if isinstance(layer, dict) else {}
-    verifier = (said.get("speculators_config") or {}).get("verifier") or {}
-    made_for = f", and was made for {verifier['name_or_path']!r}" if verifier.get("name_or_path") else ""
+    layer = _object(said, "transformer_layer_config")
+    verifier = _object(_object(said, "speculators_config"), "verifier").get("name_or_path")
+    made_for = f", and was made for {verifier!r}" if verifier else ""
     told = {"model_type": config.model_type, "hidden_size": config.hidden_size, "vocab_size": vocab_size(target)}
     for name, expected in told.items():
         if layer.get(name, expected) != expected:
@@ -100,6 +100,12 @@ def _check_said(target: nn.Module, path: str) -> None:
         raise ValueError(
             f"{path!r} holds {said['num_nextn_predict_layers']!r} MTP layers: checkpoints with one are read"
         )
+
+
+def _object(said: dict, name: str) -> dict:
+    """An entry that is an object; what else a damaged config holds there says nothing."""
+    found = said.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _made(target: nn.Module, layers: nn.ModuleList, config: PretrainedConfig, path: str) -> MtpHead:

@@ -51,18 +51,24 @@ _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.wei
 _BEGINS = "enorm.weight"  # every layout has it, and no other decoder layer
 
 
-def read_mtp(path: str, layers: int, revision: str | None = None) -> dict[str, Tensor]:
-    """The tensors of the MTP layer in the safetensors files of a folder or hub name, by their names in `MtpHead`.
+def folder_of(path: str, revision: str | None = None) -> Path:
+    """Where the files of a folder or hub name lie. revision: of a hub name, None for the main one. ValueError for what
+    is neither."""
+    if Path(path).is_dir():
+        return Path(path)
+    if not is_hub_name(path):
+        raise ValueError(f"{path!r} is no folder, which an MTP layer is read from: name one, as in 'mtp:FOLDER'")
+    return Path(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
 
-    layers: of the target. revision: of a hub name, None for the main one. ValueError, naming the folder, where there
-    is no such layer, where there are several, and for damaged files.
+
+def read_mtp(folder: Path, layers: int, path: str) -> dict[str, Tensor]:
+    """The tensors of the MTP layer in the safetensors files of a folder, by their names in `MtpHead`.
+
+    layers: of the target. path: what messages call the folder. ValueError where there is no such layer, where there
+    are several, and for damaged files.
     """
-    if not Path(path).is_dir():
-        if not is_hub_name(path):
-            raise ValueError(f"{path!r} is no folder, which an MTP layer is read from: name one, as in 'mtp:FOLDER'")
-        path = snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     found: dict[str, Tensor] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as stored:
                 names = list(stored.keys())
