@@ -13,6 +13,7 @@ token at each place of a draft.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -28,7 +29,6 @@ from eval.bench_heads.chains import PARTS, Chain, chains_of
 from eval.refused import refused
 from hf_mlspec import Request, generate_stream
 from hf_mlspec.evaluation import read_prompts
-from hf_mlspec.integration.levels.words import is_head_folder
 
 PLACES = 6  # of a draft, in the table
 
@@ -76,7 +76,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     small = args.small.split("@")[0]
     if why := refused("cpu", models=[*models, ("--small", small)], texts=texts):
         parser.error(why)
-    args.heads = is_head_folder(small)
+    config = json.loads((Path(small) / "config.json").read_text(encoding="utf-8"))
+    args.heads = "speculators_model_type" in config or "Eagle3" in str(config.get("architectures"))  # or SpecForge
     args.called = "head" if args.heads else "tiny"
     stands = {"own": args.own, "small": args.small}
     try:
