@@ -131,7 +131,7 @@ def test_info_tells_versions_kernels_and_hook(capsys):
     assert "methods that choose codes on a text\n  rtn: int4, zipper\n" in shown
     every = ", ".join(name.removesuffix("ForCausalLM") for name in sorted(KNOWN))
     assert f"  whole decoders compiled: {every if told['compiled_decoder'] else 'none'}\n" in shown
-    assert "  of these on a CPU, not on a GPU: HunYuanDenseV1\n" in shown
+    assert "  of these on a CPU, not on a GPU: Gemma4, HunYuanDenseV1, Llama4\n" in shown
     seen = re.search("  the text models inside of: (.+)\n", shown)[1].split(", ")
     inside = [name.removesuffix("ForConditionalGeneration") for name in sorted(WRAPPERS)]
     assert seen == (inside if told["compiled_decoder"] else ["none"])

@@ -87,12 +87,13 @@ MUTANTS = [
     ),
     _mutant(
         "keys lie one slot early", ATTENTION,
-        "head) + pass.slots[n] * slot_bytes);", "head) + (pass.slots[n] - (pass.slots[n] > 0)) * slot_bytes);",
+        "head) + pass.slots[token] * pass.kv.row_bytes);",
+        "head) + (pass.slots[token] - (pass.slots[token] > 0)) * pass.kv.row_bytes);",
         _NEAR,
     ),
     _mutant(
         "every row reads the keys of the first", ATTENTION,
-        "block.start, lane(0, block.row, head),", "block.start, lane(0, 0, head),", _GROUPING,
+        "{lane(pass.kv, layer, 0, block.row, head),", "{lane(pass.kv, layer, 0, 0, head),", _GROUPING,
     ),
     _mutant(
         "a token sees a slot behind its own", ATTENTION,
@@ -107,7 +108,7 @@ MUTANTS = [
     ),
     _mutant(
         "the tap writes every row's states to the first", TAP,
-        "((pass.rows[n] * tap.slots + pass.positions[n])", "((0 * tap.slots + pass.positions[n])",
+        "((pass.rows[n] * tap.slots + pass.slots[n])", "((0 * tap.slots + pass.slots[n])",
         ("engines/test_tap.py::test_the_tap_holds_what_every_layer_reads[llama-cpu]",),
     ),
     _mutant(

@@ -58,16 +58,16 @@ MUTANTS = [
     ),
     Mutant(
         "a copied row is one slot short", ROWS,
-        "self.kv[:, :, index, :, start:end]]",
-        "self.kv[:, :, index, :, start : end - 1]]",
+        "self.kv[:, :, index, :, start:end], self.cuts",
+        "self.kv[:, :, index, :, start : end - 1], self.cuts",
         (
             "integration/test_outputs.py::test_the_cache_of_a_batch_comes_out_of_compiled_steps_and_captured_rounds",
         ),
     ),
     Mutant(
         "a users' cache is loaded into the first row alone", ROWS,
-        "into[: self.rows, :, :length] = states if",
-        "into[:1, :, :length] = states[:1] if",
+        "into[: self.rows, : kept.shape[1], :length, : kept.shape[-1]] = kept",
+        "into[:1, : kept.shape[1], :length, : kept.shape[-1]] = kept[:1]",
         (
             "integration/test_outputs.py::test_the_cache_of_a_batch_comes_out_of_compiled_steps_and_captured_rounds",
         ),
