@@ -26,7 +26,8 @@ class Linear(ctypes.Structure):
         + [(name, ctypes.c_int32) for name in ("table_columns", "weight_bits", "activation_bits")]
         + [("activation_clip", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in ("bias_is_float32", "out_is_float32")]
-        + [("partial", ctypes.c_void_p)]
+        + [(name, ctypes.c_void_p) for name in ("partial", "between", "up", "first")]
+        + [(name, ctypes.c_int64) for name in ("low_ranks", "low_rank")]
         + [(name, ctypes.c_int32) for name in ("overlap", "variant", "ranks", "ring_bytes", "stages_ahead")]
         + [("stream", ctypes.c_void_p)]
     )
