@@ -154,17 +154,22 @@ def _give(head: MtpHead, own: dict[str, Tensor], target: nn.Module, path: str) -
     if more:
         raise ValueError(f"the MTP layer in {path!r} holds {more[0]}, which no layer of {type(target).__name__} reads")
     for name, tensor in own.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"the MTP layer in {path!r} was made for another target: {name} is {list(tensor.shape)} there and "
-                f"{list(expected[name].shape)} by the config of this {type(target).__name__}"
-            )
-        check_values(name, tensor, path)
+        _require_fit(name, tensor, list(expected[name].shape), target, path)
     held = {name: tensor.to(target.dtype) if name in parameters else tensor for name, tensor in own.items()}
     head.load_state_dict(held, assign=True)
     left = [name for name, buffer in head.named_buffers() if buffer.is_meta]
     if left:
         raise ValueError(f"no MTP layer can be made for {type(target).__name__}: nothing fills its {left[0]}")
+
+
+def _require_fit(name: str, tensor: Tensor, wanted: list[int], target: nn.Module, path: str) -> None:
+    """ValueError for a tensor of another shape, and for values that no head has."""
+    if list(tensor.shape) != wanted:
+        raise ValueError(
+            f"the MTP layer in {path!r} was made for another target: {name} is {list(tensor.shape)} there and "
+            f"{wanted} by the config of this {type(target).__name__}"
+        )
+    check_values(name, tensor, path)
 
 
 def _own_tables(head: MtpHead, tensors: dict[str, Tensor], target: nn.Module, path: str) -> None:
@@ -175,12 +180,7 @@ def _own_tables(head: MtpHead, tensors: dict[str, Tensor], target: nn.Module, pa
         stored = tensors.get(name)
         if stored is None:
             continue
-        if list(stored.shape) != wanted:
-            raise ValueError(
-                f"the MTP layer in {path!r} was made for another target: {name} is {list(stored.shape)} there and "
-                f"{wanted} by the config of this {type(target).__name__}"
-            )
-        check_values(name, stored, path)
+        _require_fit(name, stored, wanted, target, path)
         stored = stored.to(target.dtype)
         held = own_tensor(table, "weight") if type(table) in (nn.Embedding, nn.Linear) else None
         if held is not None and held.shape == stored.shape and torch.equal(whole(held.detach()).cpu(), stored):
