@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import hf_mlspec
 from eval.bench_auto.contenders import ALONE, AUTO, Contender, Decoder, Level, contenders
 from eval.bench_auto.plan import Cell, Plan
+from eval.own_costs import own_costs
 from eval.plans.models import Loaded
 from eval.plans.tables import PlanError
 
 _WARMING_TOKENS = 8
-_CACHE = "MLSPEC_CACHE"  # the folder where measured costs are kept
 Row = dict[str, Any]
 
 
@@ -33,7 +30,7 @@ def measure(plan: Plan, cell: Cell, target: Loaded, levels: list[Level], prompts
     if cell.temperature:  # rows differ from contender to contender: all write the same number of tokens
         generation.eos_token_id, decoder.ends = None, frozenset()
     try:
-        with _empty_cache():
+        with own_costs():
             probe = warm(decoder, field, batches[-1], min(_WARMING_TOKENS, cell.new_tokens))
             if target.model.device.type == "cuda":
                 repeats = in_blocks(decoder, field, batches)
@@ -73,21 +70,6 @@ def _check_lengths(cell: Cell, target: Loaded, batches: list[list[list[int]]]) -
     if target.positions is not None and longest + cell.new_tokens > target.positions:
         raise PlanError(f"cell {cell.name}: prompts of {longest} tokens and {cell.new_tokens} new ones exceed the "
                         f"target's {target.positions} positions: lower long, short or new_tokens")
-
-
-@contextmanager
-def _empty_cache() -> Iterator[None]:
-    """Measured costs are kept in a folder of this cell alone."""
-    before = os.environ.get(_CACHE)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[_CACHE] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_CACHE]
-            else:
-                os.environ[_CACHE] = before
 
 
 def warm(decoder: Decoder, field: list[Contender], rows: list[list[int]], new_tokens: int) -> Row:

@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from eval.own_costs import own_costs
 
 _COUNTED = ("calls", "requests", "tokens", "cancelled", "changes")
 _WARM = 0.1  # of the time: what is made once is there behind it
@@ -91,28 +91,13 @@ def _ended_by(over: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _costs_of_its_own() -> Iterator[None]:
-    """What calls measure meanwhile is kept in a folder that goes at the end."""
-    before = os.environ.get("MLSPEC_CACHE")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MLSPEC_CACHE"] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["MLSPEC_CACHE"]
-            else:
-                os.environ["MLSPEC_CACHE"] = before
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.table is not None:
         print(told([json.loads(line) for line in args.table.read_text(encoding="utf-8").splitlines()]))
         return 0
     over = threading.Event()
-    with _quiet(), _ended_by(over), _costs_of_its_own():
+    with _quiet(), _ended_by(over), own_costs():
         import torch
 
         from .traffic import traffic
